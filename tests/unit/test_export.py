@@ -1,0 +1,409 @@
+"""Exports: the same model to transformers, to our own reader, and to the scoring command."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from miniseries import export
+from miniseries.encode import gpt2_encoding
+from miniseries.export import export_model, load_export, score_export
+from miniseries.model import GPT, GPTConfig
+from miniseries.scoring import encode_questions, hellaswag_scores, validation_loss
+from miniseries.shards import build_manifest, describe_shard, load_manifest, write_shard
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+SCRIPTS = Path(export.__file__).parent.parent
+CONFIG = GPTConfig(num_layers=2, num_heads=2, channels=16, sequence_length=32)
+STEP = 10
+
+
+def trained_model(seed=0):
+    """Weights as after training: no bias is 0, no norm is 1, padding rows are 0."""
+    torch.manual_seed(seed)
+    model = GPT(CONFIG)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if ".ln_" in f".{name}" else 0.0, 0.2)
+        model.wte.weight[50257:] = 0
+    return model
+
+
+def make_run(folder, model, precision="fp32", step=STEP):
+    """A run folder with settings, one checkpoint, and both kinds of marker."""
+    recipe = {
+        "dataset": "made",
+        "num_layers": 2,
+        "num_heads": 2,
+        "channels": 16,
+        "sequence_length": 32,
+        "total_batch_tokens": 64,
+        "precision": precision,
+        "data": {"source": "files", "val_tokens": 640},
+    }
+    settings = {"run": "small", "recipe": recipe, "fingerprint": "f" * 64, "machine": {}}
+    name = f"checkpoints/step-{step:08d}"
+    weights = {f"model.{k}": v.detach() for k, v in model.named_parameters()}
+    dcp.save(weights, checkpoint_id=folder / name, no_dist=True)
+    marker = {"run": "small", "step": step, "checkpoint": name}
+    (folder / "saved").mkdir(exist_ok=True)
+    for path, content in [
+        ("settings.json", settings),
+        (f"{name}/trainer.json", {"step": step, "fingerprint": "f" * 64}),
+        ("done.json", marker),
+        (f"saved/{step}.json", marker),
+    ]:
+        (folder / path).write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model():
+    return trained_model()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, model):
+    """A run and its export, made once; tests get copies."""
+    folder = tmp_path_factory.mktemp("results")
+    run = make_run(folder / "train" / "small", model)
+    export_model(run / "done.json", folder / "export" / "small")
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path, results):
+    return shutil.copytree(results / "train" / "small", tmp_path / "train" / "small")
+
+
+@pytest.fixture
+def exported(tmp_path, results):
+    return shutil.copytree(results / "export" / "small", tmp_path / "export" / "small")
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """Any connection is an error."""
+
+    def refuse(*_arguments):
+        raise AssertionError("tried to connect")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    monkeypatch.setattr("socket.getaddrinfo", refuse)
+
+
+def windows(count, seed=0):
+    tokens = np.random.RandomState(seed).randint(0, 50257, count * 32 + 1)
+    return torch.from_numpy(tokens)
+
+
+def change_json(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+# ---- what is written ----------------------------------------------------------------------
+
+
+def test_transformers_computes_the_same_logits_and_loss(exported, model, offline):
+    reference, report = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    assert not any(report.values())
+    assert reference.dtype == torch.float32
+    assert reference.lm_head.weight is reference.transformer.wte.weight
+    ids = windows(4)
+    tokens, targets = ids[:-1].view(4, 32), ids[1:].view(4, 32)
+    with torch.no_grad():
+        logits = reference.eval()(tokens).logits
+        torch.testing.assert_close(logits, model(tokens), rtol=1e-5, atol=1e-5)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        torch.testing.assert_close(loss, model(tokens, targets), rtol=0, atol=1e-5)
+
+
+def test_the_export_has_50257_rows_and_no_second_head(exported):
+    weights = load_file(exported / "model.safetensors")
+    assert weights["transformer.wte.weight"].shape == (50257, 16)
+    assert weights["transformer.h.1.mlp.c_fc.weight"].shape == (16, 64)  # (in, out)
+    assert not [name for name in weights if "lm_head" in name]
+    config = json.loads((exported / "config.json").read_text())
+    assert (config["vocab_size"], config["n_positions"], config["n_ctx"]) == (50257, 32, 32)
+    assert (config["bos_token_id"], config["eos_token_id"]) == (50256, 50256)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Hello  world\n\n  indented\tdef f(x):\r\n    return x ** 2",
+        "naïve café 中文 \N{GRINNING FACE} don't they'RE 3.14159",
+        " leading and trailing . , ! blanks  ",
+        "",
+    ],
+)
+def test_the_tokenizer_is_that_of_the_training_data(exported, offline, text):
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    ids = tokenizer(text)["input_ids"]
+    assert ids == gpt2_encoding().encode_ordinary(text)
+    assert tokenizer.decode(ids) == text
+
+
+def test_the_tokenizer_knows_its_special_token_and_length(exported):
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    assert tokenizer("a<|endoftext|>")["input_ids"] == [64, 50256]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (50256, 50256)
+    assert (len(tokenizer), tokenizer.model_max_length) == (50257, 32)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "expected"),
+    [
+        ("fp32", None, torch.float32),
+        ("tf32", None, torch.float32),
+        ("bf16", None, torch.bfloat16),
+        ("bf16", "float32", torch.float32),
+    ],
+)
+def test_the_dtype_is_what_the_run_computed_in(tmp_path, model, precision, dtype, expected):
+    run = make_run(tmp_path / "run", model, precision)
+    export_model(run / "done.json", tmp_path / "out", dtype)
+    loaded, info = load_export(tmp_path / "out")
+    assert info["dtype"] == str(expected).removeprefix("torch.")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == expected
+    for name, parameter in model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter.to(expected))
+
+
+def test_any_saved_step_can_be_exported_by_its_marker(tmp_path, run):
+    make_run(run, trained_model(seed=1), step=4)
+    export_model(run / "saved" / "4.json", tmp_path / "small@4")
+    loaded, info = load_export(tmp_path / "small@4")
+    assert (info["run"], info["step"], info["tokens_seen"]) == ("small", 4, 256)
+    assert torch.equal(loaded.wte.weight, trained_model(seed=1).wte.weight)
+
+
+def test_the_card_names_the_run_and_its_recipe(exported):
+    card = (exported / "README.md").read_text()
+    assert "# small after 10 steps" in card
+    assert "| total_batch_tokens | 64 |" in card
+    info = json.loads((exported / "export.json").read_text())
+    assert info["weights_sha256"] in card
+    assert info["num_parameters"] == trained_model().num_parameters
+
+
+def test_an_export_that_fails_leaves_the_earlier_one_as_it_was(exported, run, monkeypatch):
+    before = {path.name: path.read_bytes() for path in exported.iterdir()}
+
+    def fail(*_arguments):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(export, "write_tokenizer", fail)
+    with pytest.raises(OSError, match="no space left"):
+        export_model(run / "done.json", exported, "bfloat16")
+    assert {path.name: path.read_bytes() for path in exported.iterdir()} == before
+    assert [path.name for path in exported.parent.iterdir()] == ["small"]
+
+
+def test_an_export_replaces_what_a_killed_one_and_an_older_one_left(exported, run):
+    (exported / "stale.txt").write_text("old")
+    (exported / "export.json").unlink()
+    leftover = exported.parent / ".small.partial"
+    leftover.mkdir()
+    (leftover / "model.safetensors").write_text("half")
+    export_model(run / "done.json", exported)
+    assert load_export(exported)[1]["step"] == STEP
+    assert not (exported / "stale.txt").exists()
+    assert [path.name for path in exported.parent.iterdir()] == ["small"]
+
+
+def test_an_empty_folder_made_beforehand_is_filled(tmp_path, run):
+    (tmp_path / "out").mkdir()
+    export_model(run / "done.json", tmp_path / "out")
+    assert {"config.json", "model.safetensors", "export.json"} <= {
+        path.name for path in (tmp_path / "out").iterdir()
+    }
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path, run):
+    state = run / "checkpoints" / "step-00000010" / "trainer.json"
+    change_json(state, fingerprint="0" * 64)
+    with pytest.raises(ValueError, match=r"its fingerprint is 000.*parts of two runs"):
+        export_model(run / "done.json", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_of_another_shape_than_the_recipe_are_refused(tmp_path, run):
+    settings = json.loads((run / "settings.json").read_text())
+    change_json(run / "settings.json", recipe=settings["recipe"] | {"num_layers": 3})
+    with pytest.raises(ValueError, match=r"12 weights are not .* h\.2\.attn\.c_attn\.bias"):
+        export_model(run / "done.json", tmp_path / "out")
+
+
+# ---- reading it back ----------------------------------------------------------------------
+
+
+def test_reading_an_export_gives_back_every_bit(exported, model):
+    loaded, info = load_export(exported)
+    assert loaded.config == CONFIG
+    for name, parameter in model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter)
+    assert (info["run"], info["precision"], info["val_tokens"]) == ("small", "fp32", 640)
+
+
+def test_a_folder_in_the_layout_of_openai_is_read_too(exported, model):
+    path = exported / "model.safetensors"
+    weights = {k.removeprefix("transformer."): v for k, v in load_file(path).items()}
+    weights["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)  # the causal mask, no weight
+    save_file(weights, path)
+    (exported / "export.json").unlink()
+    change_json(exported / "config.json", tie_word_embeddings=None)
+    loaded, info = load_export(exported)
+    assert torch.equal(loaded.h[0].attn.c_attn.weight, model.h[0].attn.c_attn.weight)
+    assert (info["run"], info["step"], info["dtype"]) == ("small", None, "float32")
+
+
+@pytest.mark.parametrize("with_info", [True, False])
+def test_a_file_that_is_cut_short_is_refused(exported, with_info):
+    path = exported / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    if not with_info:
+        (exported / "export.json").unlink()
+    with pytest.raises(ValueError, match=r"model\.safetensors: .*export the model again"):
+        load_export(exported)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model_type", "llama"),
+        ("vocab_size", 50304),
+        ("activation_function", "relu"),
+        ("layer_norm_epsilon", 1e-6),
+        ("tie_word_embeddings", False),
+    ],
+)
+def test_what_is_not_gpt_2_is_refused(exported, key, value):
+    change_json(exported / "config.json", **{key: value})
+    with pytest.raises(ValueError, match=rf"config\.json: {key} is {value!r}, but only GPT-2"):
+        load_export(exported)
+
+
+def test_a_configuration_that_does_not_fit_the_weights_is_refused(exported):
+    change_json(exported / "config.json", n_positions=64)
+    with pytest.raises(ValueError, match=r"wpe\.weight: expected \(64, 16\), found \(32, 16\)"):
+        load_export(exported)
+    change_json(exported / "config.json", n_layer=None)
+    with pytest.raises(ValueError, match="no shape of a GPT-2"):
+        load_export(exported)
+
+
+def test_a_folder_without_weights_or_without_anything_is_refused(tmp_path, exported):
+    (exported / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model\.safetensors: no such file"):
+        load_export(exported)
+    with pytest.raises(ValueError, match=r"config\.json: no such file"):
+        load_export(tmp_path / "nothing")
+
+
+# ---- scores -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def data(tmp_path):
+    """A manifest with 20 validation windows, and 5 questions."""
+    entries = []
+    for split, name in (("val", "made_val_000000.bin"), ("train", "made_train_000001.bin")):
+        write_shard(tmp_path / name, windows(30).numpy())
+        entries.append(describe_shard(tmp_path / name, split))
+    content = build_manifest(tmp_path, "made", entries, source={}, val_tokens=640)
+    (tmp_path / "manifest.json").write_text(json.dumps(content))
+    item = {"activity_label": "Cats", "ctx_a": "The cat", "ctx_b": "then", "ctx": "The cat then"}
+    endings = [["sat.", "ran off to the wall.", "is a bird of prey.", "met."]] * 5
+    lines = [json.dumps({**item, "label": i % 4, "endings": e}) for i, e in enumerate(endings)]
+    (tmp_path / "hellaswag.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def score(data, folder, **options):
+    outputs = data / "scores" / "val_loss.json", data / "scores" / "hellaswag.json"
+    inputs = data / "manifest.json", data / "hellaswag.jsonl"
+    score_export(folder, *inputs, 4, *outputs, **options)
+    return [json.loads(path.read_text()) for path in outputs]
+
+
+def test_scores_after_training_are_those_of_the_training_loop(data, exported, model):
+    val_loss, hellaswag = score(data, exported, device="cpu")
+    device = torch.device("cpu")
+    manifest = load_manifest(data / "manifest.json")
+    inside = validation_loss(model, manifest, micro_batch=7, device=device)
+    assert val_loss["val_loss_nats"] == pytest.approx(inside["val_loss_nats"], abs=1e-6)
+    assert val_loss["perplexity"] == pytest.approx(np.exp(inside["val_loss_nats"]), rel=1e-5)
+    identity = {key: val_loss[key] for key in ("model", "run", "step", "dataset", "dtype")}
+    assert identity == {
+        "model": "small", "run": "small", "step": 10, "dataset": "made", "dtype": "float32"
+    }  # fmt: skip
+    assert val_loss["num_tokens"] == 640
+    questions = encode_questions(data / "hellaswag.jsonl", gpt2_encoding(), ["harness"])
+    found = hellaswag_scores(model, questions, "harness", micro_batch=2, device=device)
+    assert hellaswag["num_items"] == 5
+    for key in ("acc", "acc_norm", "acc_stderr", "acc_norm_stderr"):
+        assert hellaswag["harness"][key] == found[key]
+        assert key in hellaswag["token_mean"]
+    assert hellaswag["weights_sha256"] == val_loss["weights_sha256"]
+
+
+def test_a_bf16_export_scores_nearly_as_the_fp32_one(data, tmp_path, run, exported):
+    export_model(run / "done.json", tmp_path / "small-bf16", "bfloat16")
+    precise, rounded = score(data, exported)[0], score(data, tmp_path / "small-bf16")[0]
+    assert rounded["dtype"] == "bfloat16"
+    assert rounded["val_loss_nats"] == pytest.approx(precise["val_loss_nats"], abs=0.02)
+    assert rounded["val_loss_nats"] != precise["val_loss_nats"]
+
+
+def test_spoilt_weights_get_no_score(data, tmp_path):
+    broken = trained_model()
+    with torch.no_grad():
+        broken.ln_f.weight[0] = float("nan")
+    export_model(make_run(tmp_path / "run", broken) / "done.json", tmp_path / "out")
+    with pytest.raises(ValueError, match="its validation loss is nan; the weights are spoilt"):
+        score(data, tmp_path / "out")
+    assert not (data / "scores").exists()
+
+
+def command(script, *arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, SCRIPTS / script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+
+
+def test_the_commands_export_and_score(data, run):
+    marker, folder = run / "done.json", data / "export" / "by-hand"
+    done = command(
+        "export_model.py", "--checkpoint-marker", marker, "--folder", folder, "--dtype", "bfloat16"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    outputs = ["--val-loss", data / "v.json", "--hellaswag", data / "h.json"]
+    inputs = ["--manifest", data / "manifest.json", "--questions", data / "hellaswag.jsonl"]
+    done = command("score_model.py", "--export", folder, *inputs, "--micro-batch", 4, *outputs)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads((data / "v.json").read_text())["model"] == "by-hand"
+    assert json.loads((data / "h.json").read_text())["num_items"] == 5
+
+
+def test_the_export_command_tells_a_mistake_in_one_line(data):
+    done = command("export_model.py", "--checkpoint-marker", data / "x.json", "--folder", "out")
+    assert done.returncode == 1
+    assert done.stderr == f"error: {data / 'x.json'}: no such file\n"

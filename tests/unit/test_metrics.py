@@ -1,0 +1,59 @@
+import json
+
+import pytest
+
+from miniseries.metrics import (
+    append_record,
+    read_json,
+    read_metrics,
+    run_main,
+    write_json,
+    write_text,
+)
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_temporary(tmp_path):
+    path = tmp_path / "result.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(UnicodeEncodeError):
+        write_text(path, "\ud800")
+    assert read_json(path) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_the_last_record_of_a_step_wins_and_steps_come_in_order(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for step, loss in [(0, 3.0), (1, 2.0), (2, 1.0), (1, 2.5)]:
+        append_record(path, "train", step=step, train_loss_nats=loss)
+    records = read_metrics(path)["train"]
+    assert [(r["step"], r["train_loss_nats"]) for r in records] == [(0, 3.0), (1, 2.5), (2, 1.0)]
+
+
+def test_a_line_that_a_kill_cut_short_costs_that_line_alone(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    append_record(path, "train", step=0)
+    with path.open("a") as file:
+        file.write('{"kind": "train", "st')
+    append_record(path, "train", step=2)
+    assert [r["step"] for r in read_metrics(path)["train"]] == [0, 2]
+
+
+def test_no_metrics_file_is_no_records(tmp_path):
+    assert read_metrics(tmp_path / "none.jsonl") == {}
+
+
+def test_damaged_json_names_the_file_and_the_remedy(tmp_path):
+    path = tmp_path / "damaged.json"
+    path.write_text(json.dumps({"a": 1})[:-1])
+    with pytest.raises(ValueError, match=r"damaged\.json: not valid JSON .* delete it"):
+        read_json(path)
+
+
+def test_what_a_user_can_mend_is_one_line_and_exit_code_1(capsys):
+    def fail():
+        raise ValueError("this is wrong, do that")
+
+    with pytest.raises(SystemExit) as leaving:
+        run_main(fail)
+    assert leaving.value.code == 1
+    assert capsys.readouterr().err == "error: this is wrong, do that\n"

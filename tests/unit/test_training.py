@@ -1,0 +1,281 @@
+import hashlib
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+from stand_ins import losses, make_dataset, make_settings, train_command, train_here
+
+from miniseries import checkpoint, trainer
+from miniseries.checkpoint import checkpoint_folder, load_model_weights, saved_steps
+from miniseries.distributed import start_world
+from miniseries.launcher import freeze, launch
+from miniseries.metrics import read_json, read_metrics
+from miniseries.shards import load_manifest
+
+CONSOLE_LINE = re.compile(  # the one that llm.c's users parse with
+    r"^step +(\d+)/(\d+) \| loss ([\d.]+|-?nan|inf) \(([+-][\w.]+)z\)\| norm (\S+) "
+    r"\(([+-][\w.]+)z\)\| lr (\S+) \| (\S+) ms \| (\S+)% bf16 MFU \| (\d+) tok/s$"
+)
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def unbroken(manifest, tmp_path_factory):
+    """A run of 12 steps from beginning to end, in one process."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    result = train_here(make_settings(folder / "in.json"), manifest, folder)
+    assert result.returncode == 0, result.stderr
+    return folder, result.stdout
+
+
+def weights_hash(folder, step):
+    weights = load_model_weights(checkpoint_folder(folder, step))
+    return {n: hashlib.sha256(t.numpy().tobytes()).hexdigest() for n, t in weights.items()}
+
+
+def test_a_run_writes_all_its_files_and_its_lines_are_llm_cs(unbroken):
+    folder, output = unbroken
+    done = read_json(folder / "done.json")
+    assert (done["step"], done["checkpoint"]) == (12, "checkpoints/step-00000012")
+    for name, facts in done["files"].items():
+        content = (folder / name).read_bytes()
+        assert (len(content), hashlib.sha256(content).hexdigest()) == tuple(facts.values())
+    lines = [line for line in output.splitlines() if line.startswith("step ")]
+    assert [int(CONSOLE_LINE.match(line)[1]) for line in lines] == list(range(1, 13))
+    assert "=> setting grad_accum_steps=2" in output
+    log = (folder / "main.log").read_text().splitlines()
+    assert [line for line in log if line.startswith("s:11 ")][0].startswith("s:11 trl:")
+    assert re.fullmatch(r"s:0 trl:\d+\.\d{4} lr:0\.001000 norm:\d+\.\d\d", log[0])
+    assert re.fullmatch(r"s:12 tel:\d+\.\d{4}", log[-1])
+    assert saved_steps(folder) == [4, 8, 12]
+    assert (folder / "train.log").read_text().splitlines() == output.splitlines()
+
+
+def test_the_loss_falls(unbroken):
+    values = [loss for _, loss, _ in losses(unbroken[0])]
+    assert values[0] == pytest.approx(math.log(50257), abs=0.15)
+    assert values[-1] < values[0] - 0.3
+
+
+@pytest.mark.parametrize(("gpus", "micro_batch"), [(1, 8), (1, 1), (2, 2), (2, 4), (4, 1)])
+def test_every_split_of_a_batch_gives_the_same_losses_norms_and_weights(
+    unbroken, manifest, tmp_path, gpus, micro_batch
+):
+    settings = make_settings(tmp_path / "in.json", gpus=gpus, micro_batch=micro_batch)
+    result = train_here(settings, manifest, tmp_path)
+    assert result.returncode == 0, result.stderr
+    for ours, expected in zip(losses(tmp_path), losses(unbroken[0]), strict=True):
+        assert ours == pytest.approx(expected, rel=1e-5)
+    ours = load_model_weights(checkpoint_folder(tmp_path, 12))
+    for name, expected in load_model_weights(checkpoint_folder(unbroken[0], 12)).items():
+        torch.testing.assert_close(ours[name], expected, rtol=1e-3, atol=2e-4)
+
+
+def kill_at(folder, settings, manifest, step, number):
+    """Start the run and send it a signal once `step` steps are in the metrics."""
+    process = subprocess.Popen(
+        train_command(settings, manifest, folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    deadline = time.monotonic() + 120
+    while len(read_metrics(folder / "metrics.jsonl").get("train", [])) < step:
+        assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
+        time.sleep(0.02)
+    os.kill(process.pid, number)
+    output = process.communicate()[0].decode()
+    return process.returncode, output
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_stopped_and_resumed_is_bitwise_what_an_unbroken_run_is(unbroken, manifest, tmp_path, number):
+    settings = make_settings(tmp_path / "in.json")
+    code, output = kill_at(tmp_path, settings, manifest, 6, number)
+    assert code == (-9 if number == signal.SIGKILL else trainer.STOPPED)
+    if number != signal.SIGKILL:
+        assert re.search(r"stopped at step (\d+); the same command goes on", output)
+    assert not (tmp_path / "done.json").exists()
+    newest = saved_steps(tmp_path)[-1]
+    result = train_here(settings, manifest, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert f"resuming at step {newest} of 12" in result.stdout
+    assert losses(tmp_path) == losses(unbroken[0])
+    assert weights_hash(tmp_path, 12) == weights_hash(unbroken[0], 12)
+
+
+def test_four_processes_then_two_then_one_go_on_with_the_same_losses(unbroken, manifest, tmp_path):
+    for gpus, steps in [(4, 4), (2, 8), (1, 12)]:
+        if steps < 12:  # let a run of fewer steps end, then take its end away: a stop at that step
+            settings = make_settings(tmp_path / "in.json", gpus=gpus, micro_batch=2)
+            kill_at(tmp_path, settings, manifest, steps - 2, signal.SIGTERM)
+            assert not (tmp_path / "done.json").exists()
+        else:
+            settings = make_settings(tmp_path / "in.json", gpus=gpus)
+            assert train_here(settings, manifest, tmp_path).returncode == 0
+    for ours, expected in zip(losses(tmp_path), losses(unbroken[0]), strict=True):
+        assert ours == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_second_writer_in_the_same_folder_is_refused(manifest, tmp_path):
+    settings = make_settings(tmp_path / "in.json", max_steps=2000)
+    first = subprocess.Popen(train_command(settings, manifest, tmp_path), stdout=subprocess.DEVNULL)
+    try:
+        while not read_metrics(tmp_path / "metrics.jsonl").get("train"):
+            assert first.poll() is None
+            time.sleep(0.05)
+        second = train_here(settings, manifest, tmp_path)
+        assert second.returncode == 1
+        assert f"process {first.pid} is training this run" in second.stderr
+    finally:
+        first.kill()
+        first.wait()
+
+
+def in_this_process(folder, manifest, **changes):
+    """A trainer that has not begun, for faults that only a test can make."""
+    settings = freeze(make_settings(folder / "in.json", **changes), manifest, folder)
+    return trainer.Trainer(settings, load_manifest(manifest), None, folder, start_world())
+
+
+@pytest.fixture
+def one_world():
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_stops_before_the_update(manifest, tmp_path, one_world, poison):
+    run = in_this_process(tmp_path, manifest)
+    forward = run.model.forward
+    calls = []
+
+    def poisoned(*arguments):
+        calls.append(1)
+        return forward(*arguments) * (poison if len(calls) == 11 else 1.0)  # step 5, micro-step 0
+
+    run.model.forward = poisoned
+    with pytest.raises(ValueError, match=r"step 5: loss (nan|inf), .* stopped before this update"):
+        run.run()
+    assert saved_steps(tmp_path) == [4]
+    assert all(t.isfinite().all() for t in run.model.state_dict().values())
+
+
+def test_a_checkpoint_with_a_number_that_is_not_finite_is_not_resumed_from(
+    manifest, tmp_path, one_world
+):
+    run = in_this_process(tmp_path, manifest)
+    for step in range(4):
+        run.train_step(step)
+    with torch.no_grad():
+        run.model.ln_f.weight.to_local()[3] = math.inf
+    run.save(4)
+    torch.distributed.destroy_process_group()
+    with pytest.raises(ValueError, match=r"step-00000004: holds numbers that are not finite; move"):
+        in_this_process(tmp_path, manifest)
+
+
+def test_a_truncated_checkpoint_is_named_with_a_remedy(manifest, tmp_path, one_world):
+    run = in_this_process(tmp_path, manifest)
+    run.train_step(0)
+    run.save(1)
+    torch.distributed.destroy_process_group()
+    part = next(checkpoint_folder(tmp_path, 1).glob("*.distcp"))
+    part.write_bytes(part.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"step-00000001: the checkpoint is damaged .* move this"):
+        in_this_process(tmp_path, manifest)
+
+
+def test_other_settings_under_the_same_name_are_refused_and_nothing_is_lost(unbroken, manifest):
+    folder, _ = unbroken
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
+    settings = make_settings(folder / "other.json", learning_rate=1e-3)
+    with pytest.raises(ValueError, match="learning_rate"):
+        freeze(settings, manifest, folder)
+    assert {p: p.stat().st_mtime_ns for p in before} == before
+
+
+def test_a_failed_save_leaves_no_part_and_keeps_the_older_checkpoint(
+    manifest, tmp_path, one_world, monkeypatch
+):
+    run = in_this_process(tmp_path, manifest)
+    run.train_step(0)
+    run.save(1)
+
+    def full_disk(*_arguments, **_more):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.dcp, "save", full_disk)
+    with pytest.raises(OSError, match="step-00000002: the checkpoint could not be written"):
+        run.save(2)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_too_little_space_for_one_checkpoint_is_refused_before_the_first_step(
+    manifest, tmp_path, one_world, monkeypatch
+):
+    usage = checkpoint.shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _path: usage)
+    with pytest.raises(OSError, match=r"a checkpoint takes [\d,]+ bytes, but only 1,000 are free"):
+        in_this_process(tmp_path, manifest)
+
+
+def test_old_checkpoints_go_but_majors_exports_and_pinned_ones_stay(manifest, tmp_path, one_world):
+    changes = {"checkpoint_every_steps": 1, "keep_checkpoints": 2, "keep_every_steps": 5}
+    run = in_this_process(tmp_path, manifest, export_steps=[3], **changes)
+    for step in range(8):
+        run.train_step(step)
+        run.save(step + 1)
+        if step == 3:
+            (checkpoint_folder(tmp_path, 4) / "pinned").touch()
+    assert saved_steps(tmp_path) == [3, 4, 5, 7, 8]
+    assert sorted(int(p.stem) for p in (tmp_path / "saved").iterdir()) == [3, 4, 5, 7, 8]
+
+
+def test_an_outlier_is_skipped_counted_and_leaves_the_weights_alone(
+    manifest, tmp_path, one_world, capsys
+):
+    run = in_this_process(tmp_path, manifest, skip_loss_z=5.0)
+    run.loss_detector.load_state_dict([10.8 + 0.01 * (i % 2) for i in range(128)])
+    run.loss_detector.update(10.8)
+    before = run.model.ln_f.weight.to_local().clone()
+    forward = run.model.forward
+    run.model.forward = lambda *arguments: forward(*arguments) * 3
+    report = run.train_step(0)
+    assert report.skipped and report.loss_z > 5
+    assert torch.equal(run.model.ln_f.weight.to_local(), before)
+    assert "skipping update due to loss z-score of" in capsys.readouterr().out
+
+
+def test_processes_that_cannot_share_a_batch_equally_are_refused(manifest, tmp_path):
+    settings = make_settings(tmp_path / "in.json", gpus=3)
+    result = train_here(settings, manifest, tmp_path)
+    assert result.returncode == 1
+    assert "which 3 processes cannot share equally; set machine.gpus" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("error: training ended with exit code")
+
+
+def test_a_damaged_shard_ends_the_run_before_its_first_step(manifest, tmp_path):
+    copy = make_dataset(tmp_path / "data")
+    shard = sorted(copy.parent.glob("*train*.bin"))[0]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=shard.name):
+        launch(make_settings(tmp_path / "in.json"), copy, None, tmp_path / "run", tmp_path / "done")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_the_metrics_hold_every_number_with_its_unit(unbroken):
+    records = [json.loads(line) for line in (unbroken[0] / "metrics.jsonl").open()]
+    train = next(r for r in records if r["kind"] == "train")
+    assert {"tokens_seen", "train_loss_nats", "step_time_ms", "tokens_per_second"} <= set(train)
+    assert train["tokens_seen"] == 256
+    assert [r["kind"] for r in records][0] == "start"
+    assert [r["kind"] for r in records][-1] == "done"

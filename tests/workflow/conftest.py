@@ -1,0 +1,132 @@
+"""A copy of the project whose steps are stand-ins: the real rules, at the cost of a file each."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+KEPT_SCRIPTS = {"write_settings.py", "find_checkpoint.py"}
+# Takes the place of each other script: writes every file that the command line names as output.
+STAND_IN = """
+import json, sys
+from pathlib import Path
+
+name, options, key = Path(sys.argv[0]).stem, {}, None
+for word in sys.argv[1:]:
+    if word.startswith("--"):
+        key = word
+        options[key] = []
+    else:
+        options[key].append(word)
+with open("calls.txt", "a") as calls:
+    calls.write(" ".join([name, *sys.argv[1:]]) + "\\n")
+
+
+def write(path, content="{}"):
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(content)
+
+
+if name == "train_run":
+    folder = Path(options["--folder"][0])
+    settings = json.loads(Path(options["--settings"][0]).read_text())
+    steps = settings["machine"]["export_steps"] + [settings["recipe"]["max_steps"]]
+    write(folder / "metrics.jsonl", json.dumps({"kind": "start", "step": 0}))
+    manifest = json.loads(Path(options["--manifest"][0]).read_text())
+    settings["data_fingerprint"] = manifest["fingerprint"]
+    write(folder / "settings.json", json.dumps(settings))
+    for step in steps:
+        write(folder / f"checkpoints/step-{step:08d}/trainer.json")
+        write(folder / f"saved/{step}.json")
+    if Path("fail_training").exists():
+        sys.exit("error: told to fail")
+if name == "prepare_dataset":
+    write(options["--manifest"][0], json.dumps({"fingerprint": "of the data"}))
+    write(Path(options["--folder"][0]) / "hellaswag.jsonl")
+if name == "fetch_shard":
+    write(Path(options["--folder"][0]) / options["--shard"][0])
+if name == "export_model":
+    for file in ("model.safetensors", "config.json", "export.json"):
+        write(Path(options["--folder"][0]) / file)
+for key in ("--output", "--speed", "--done", "--val-loss", "--hellaswag"):
+    for path in options.get(key, []):
+        write(path)
+"""
+
+
+def called_scripts(root: Path) -> set[str]:
+    """Names of the scripts that the rules start."""
+    rules = "".join(path.read_text() for path in (root / "workflow/rules").glob("*.smk"))
+    return set(re.findall(r"workflow/scripts/(\w+\.py)", rules))
+
+
+class Project:
+    """One copy of the project and what `snakemake` says in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("Snakefile", "config", "profiles", "workflow"):
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
+            copy(ROOT / name, folder / name)
+        for script in called_scripts(ROOT) - KEPT_SCRIPTS:
+            (folder / "workflow/scripts" / script).write_text(STAND_IN)
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """`snakemake` with these arguments, nothing else; output and errors in one text."""
+        return subprocess.run(
+            [sys.executable, "-m", "snakemake", *arguments],
+            cwd=self.folder,
+            env={**os.environ, "NO_COLOR": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    def succeed(self, *arguments: str) -> str:
+        """Text of a run that must end well."""
+        result = self.run(*arguments)
+        assert result.returncode == 0, result.stdout
+        return result.stdout
+
+    def jobs(self, *arguments: str) -> dict[str, int]:
+        """The job table of a dry run, without the target; {} if nothing is to be done."""
+        text = self.succeed("--dry-run", *arguments)
+        table = re.search(r"^Job stats:\n.*\n-.*\n((?:\S+ +\d+\n)*)", text, re.MULTILINE)
+        if table is None:
+            assert "Nothing to be done" in text, text
+            return {}
+        rows = dict(line.split() for line in table[1].splitlines())
+        return {rule: int(count) for rule, count in rows.items() if rule != "total"}
+
+    def fail(self, *arguments: str) -> str:
+        """Text of a dry run that must be refused."""
+        result = self.run("--dry-run", *arguments)
+        assert result.returncode != 0, result.stdout
+        return result.stdout
+
+    def edit(self, path: str, old: str, new: str) -> None:
+        """Replace a text that a file holds."""
+        text = (self.folder / path).read_text()
+        assert old in text
+        (self.folder / path).write_text(text.replace(old, new))
+
+    def write(self, path: str, content: str | dict) -> Path:
+        """Write a file below the project."""
+        file = self.folder / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+        return file
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    """A fresh copy of the project for one test."""
+    return Project(tmp_path)

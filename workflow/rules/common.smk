@@ -1,0 +1,244 @@
+"""What the rules share: the catalogue of runs, and functions that name files."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import yaml
+from snakemake.exceptions import WorkflowError
+from snakemake.logging import logger
+
+sys.path.append(f"{workflow.basedir}/workflow/scripts")
+from miniseries.fetch import shard_files
+from miniseries.settings import (
+    check_frozen,
+    is_kept,
+    resolve_runs,
+    suggest,
+    validate_config,
+)
+
+with open(f"{workflow.basedir}/workflow/schemas/config.schema.yaml") as file:
+    SCHEMA = yaml.safe_load(file)
+try:
+    validate_config(config, SCHEMA)
+    CATALOGUE = resolve_runs(config, SCHEMA)
+except ValueError as error:
+    raise WorkflowError(error) from None
+RUNS, DATASETS, SWEEPS = CATALOGUE.runs, CATALOGUE.datasets, CATALOGUE.sweeps
+# What train_<name> and the like stand for.
+TARGETS = {run: [run] for run in RUNS} | SWEEPS
+DEFAULT_RUNS = [run for name in config["default_runs"] for run in TARGETS[name]]
+SERIES = [run for name in config["series"] for run in TARGETS[name]]
+SERIES_FIGURES = {"miniseries": SERIES} | SWEEPS
+ON_HUB = [name for name, entry in DATASETS.items() if entry["source"] == "hub-shards"]
+LOCAL = [name for name in DATASETS if name not in ON_HUB]
+
+
+def any_of(names):
+    """Regular expression that matches these names only; nothing if there are none."""
+    return "|".join(map(re.escape, names)) or "(?!)"
+
+
+# Parameters that take `output` are no rerun trigger for Snakemake. So are those here, since they
+# change no result: which Python runs a step, and how much it holds in memory at once.
+
+
+def interpreter(wildcards, output):
+    """The Python that runs Snakemake, or the environment's where conda is asked for."""
+    methods = {m.name for m in workflow.deployment_settings.deployment_method}
+    return "python" if "CONDA" in methods else sys.executable
+
+
+def micro_batch(wildcards, output):
+    """Sequences at once for the evaluation of a model: those of its training."""
+    return RUNS[run_of(wildcards.model)]["machine"]["micro_batch"]
+
+
+def run_of(model):
+    """Run of a model: 124m@2000 is step 2000 of the run 124m."""
+    return model.partition("@")[0]
+
+
+# Data
+
+
+def manifest_path(run):
+    """Manifest of the run's dataset."""
+    return f"results/data/{RUNS[run]['recipe']['dataset']}/manifest.json"
+
+
+def questions_path(run):
+    """Question file for the run: made along with local data, HellaSwag's own for hub data."""
+    dataset = RUNS[run]["recipe"]["dataset"]
+    folder = dataset if dataset in LOCAL else "hellaswag"
+    return f"results/data/{folder}/hellaswag.jsonl"
+
+
+def shards_of(dataset):
+    """Shard files to fetch; none for datasets that are made here."""
+    if dataset in LOCAL:
+        return []
+    files = [file for file, split in shard_files(DATASETS[dataset])]
+    return expand("results/data/{dataset}/{file}", dataset=dataset, file=files)
+
+
+# Training
+
+
+def manifest_of_run(wildcards):
+    """Manifest for the rule that trains; refuses other settings than the run was started with.
+
+    Snakemake asks while it builds the job graph: before anything runs, in a dry run too, and also
+    for a run that is complete, whose done.json therefore stays.
+    """
+    folder = Path(f"results/train/{wildcards.run}")
+    manifest = manifest_path(wildcards.run)
+    check_frozen(RUNS[wildcards.run], folder / "settings.json", Path(manifest))
+    return manifest
+
+
+# Exported models
+
+
+def models_of(runs):
+    """Names of the models to export: the last step of each run, and its `export_steps:`."""
+    for run in runs:
+        yield run
+        for step in RUNS[run]["machine"]["export_steps"]:
+            yield f"{run}@{step}"
+
+
+def marker_of_model(wildcards):
+    """The file that says that the checkpoint behind a model is complete.
+
+    A step that training is going to delete again, or will never reach, is refused beforehand.
+    """
+    run, _, step = wildcards.model.partition("@")
+    folder = Path(f"results/train/{run}")
+    marker = folder / f"saved/{step}.json" if step else folder / "done.json"
+    can_wait = marker.exists() or (folder / "done.json").exists()
+    if step and not can_wait and not is_kept(RUNS[run], int(step)):
+        raise WorkflowError(
+            f"run {run!r} keeps no checkpoint of step {step}: add it to the run's `export_steps:`"
+        )
+    return str(marker)
+
+
+def exports(runs):
+    """Weight files of the models of these runs."""
+    return expand("results/export/{model}/model.safetensors", model=models_of(runs))
+
+
+def evaluations(runs):
+    """Score files of the models of these runs."""
+    return expand(
+        "results/evaluate/{model}/{score}.json",
+        model=models_of(runs),
+        score=["val_loss", "hellaswag"],
+    )
+
+
+def pages(runs, kinds):
+    """Pages of the report on these runs and their models."""
+    found = expand("results/pages/settings/{run}.html", run=runs)
+    return found + expand(
+        "results/pages/{kind}/{model}.html", kind=kinds, model=models_of(runs)
+    )
+
+
+def samples(runs):
+    """Text files of the models of these runs."""
+    return expand("results/samples/{model}.md", model=models_of(runs))
+
+
+# Figures and the table are drawn from the logs that exist. A log is no output of training, or
+# Snakemake would delete it; so figures do not depend on training. A target that trains first waits
+# for the checkpoint `train` (Snakemake's word for a job after which the graph is looked at anew),
+# and asks for the figures then: `snakemake plots` draws the same files and never trains.
+
+
+def log_path(run):
+    """The log of a run, written and appended to by the trainer alone."""
+    return f"results/train/{run}/metrics.jsonl"
+
+
+def logged(runs):
+    """Those of the runs that have a log."""
+    return [run for run in runs if Path(log_path(run)).exists()]
+
+
+def figures_of_run(run):
+    """Figures of one run."""
+    return [f"results/plots/{run}.png", f"results/plots/{run}.speed.png"]
+
+
+def figures_of_logs(wildcards):
+    """All figures that can be drawn now, and the table."""
+    runs = logged(RUNS)
+    if not runs:
+        logger.info(
+            "plots: nothing to draw, no run has a log (results/train/<run>/metrics.jsonl)"
+        )
+        return []
+    figures = [figure for run in runs for figure in figures_of_run(run)]
+    figures += [
+        f"results/plots/{name}.png" for name, of in SERIES_FIGURES.items() if logged(of)
+    ]
+    return [*figures, "results/pages/summary.html"]
+
+
+def figures_after_training(run):
+    """Input function: the figures of a run, once it is trained."""
+
+    def figures(wildcards):
+        checkpoints.train.get(run=run)
+        return figures_of_run(run)
+
+    return figures
+
+
+def series_after_training(name):
+    """Input function: the figure of the miniseries or a sweep, once all its runs are trained."""
+
+    def figure(wildcards):
+        for run in SERIES_FIGURES[name]:
+            checkpoints.train.get(run=run)
+        return f"results/plots/{name}.png"
+
+    return figure
+
+
+def summary_after_evaluation(runs):
+    """Input function: the table, once all models of these runs are evaluated."""
+
+    def summary(wildcards):
+        for model in models_of(runs):
+            checkpoints.score.get(model=model)
+        return "results/pages/summary.html"
+
+    return summary
+
+
+def evaluated_models(wildcards):
+    """Models that have scores, each with when they were measured: the table follows these."""
+    files = sorted(Path("results/evaluate").glob("*/*.json"))
+    return [
+        f"{file.parent.name}/{file.name} {file.stat().st_mtime_ns}" for file in files
+    ]
+
+
+# Messages
+
+
+def refuse_target(wildcards):
+    """Raise an error that names the targets near the unknown one."""
+    stages = ("train", "export", "evaluate", "samples")
+    known = [f"{stage}_{name}" for stage in stages for name in TARGETS]
+    known += [f"{stage}_{name}" for stage in ("data", "verify") for name in DATASETS]
+    known += ["all", "miniseries", "plots"]
+    raise WorkflowError(
+        f"there is no target {wildcards.target!r}; {suggest(wildcards.target, known)} "
+        f"Runs: {', '.join(TARGETS)}. Datasets: {', '.join(DATASETS)}."
+    )

@@ -1,0 +1,95 @@
+"""Training.
+
+REQUIRED INPUTS:
+    results/data/{dataset}/manifest.json, hellaswag.jsonl    data.smk
+OUTPUTS:
+    results/settings/{run}.json            what the configuration says of the run
+    results/train/{run}/done.json          the run is complete
+    results/train/{run}/saved/{step}.json  a checkpoint is complete
+Everything else in results/train/{run} (checkpoints, metrics.jsonl, logs) stays undeclared: Snakemake
+deletes what a failed or repeated job declares.
+"""
+
+
+rule write_settings:
+    """Write the settings of one run, all defaults filled in."""
+    output:
+        settings="results/settings/{run}.json",
+    log:
+        "results/logs/settings/{run}.log",
+    localrule: True
+    conda:
+        "../envs/miniseries.yaml"
+    params:
+        python=interpreter,
+        settings=lambda wildcards: json.dumps(RUNS[wildcards.run]),
+    shell:
+        r"""
+        {params.python:q} workflow/scripts/write_settings.py \
+            --settings {params.settings:q} \
+            --output {output.settings:q} >{log:q} 2>&1
+        """
+
+
+checkpoint train:
+    """Train one run; after any interruption the same command goes on from its newest checkpoint."""
+
+    # All inputs are `ancient`: the trainer itself and the check while the graph is built decide
+    # what may go on. A rewritten settings file (another micro-batch) must not train again.
+    input:
+        settings=ancient("results/settings/{run}.json"),
+        manifest=ancient(manifest_of_run),
+        questions=ancient(lambda wildcards: questions_path(wildcards.run)),
+    output:
+        done="results/train/{run}/done.json",
+    # What the launcher says on standard error. The trainer itself writes to the terminal and
+    # appends to train.log in its folder.
+    log:
+        "results/logs/train/{run}.log",
+    retries: 2
+    conda:
+        "../envs/miniseries.yaml"
+    # as many as there are, up to this: on larger machines downloads go on beside
+    threads: 64
+    resources:
+        gpu_slot=1,
+    params:
+        python=interpreter,
+        folder=subpath(output.done, parent=True),
+    shell:
+        r"""
+        {params.python:q} workflow/scripts/train_run.py \
+            --settings {input.settings:q} \
+            --manifest {input.manifest:q} \
+            --questions {input.questions:q} \
+            --folder {params.folder:q} \
+            --done {output.done:q} 2> >(tee -i {log:q} >&2)
+        """
+
+
+rule find_checkpoint:
+    """Say that a step's checkpoint is complete, or which steps there are instead.
+
+    The trainer writes the same file along with each checkpoint; this rule only lets an export wait
+    for the training that will make it.
+    """
+    input:
+        done=ancient("results/train/{run}/done.json"),
+    output:
+        marker="results/train/{run}/saved/{step}.json",
+    log:
+        "results/logs/find_checkpoint/{run}@{step}.log",
+    localrule: True
+    conda:
+        "../envs/miniseries.yaml"
+    params:
+        python=interpreter,
+        folder=subpath(input.done, parent=True),
+    shell:
+        r"""
+        {params.python:q} workflow/scripts/find_checkpoint.py \
+            --folder {params.folder:q} \
+            --run {wildcards.run:q} \
+            --step {wildcards.step:q} \
+            --marker {output.marker:q} >{log:q} 2>&1
+        """

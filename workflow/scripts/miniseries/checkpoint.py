@@ -1,0 +1,186 @@
+"""Checkpoints: complete or absent, readable on any number of processes.
+
+A checkpoint is a folder `step-00000200` that PyTorch's distributed checkpoint fills: each rank
+writes its part of weights and moments, and `trainer.json` holds the rest. It is written under a
+temporary name, synced, and renamed: a folder with the final name is whole.
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from miniseries.distributed import World
+from miniseries.metrics import read_json, write_json
+
+STEP_FOLDER = re.compile(r"step-(\d{8})")
+BYTES_PER_PARAMETER = 12  # fp32 weight and the two fp32 moments of AdamW
+
+
+def checkpoint_folder(run_folder: Path, step: int) -> Path:
+    """Where the checkpoint after `step` updates lies."""
+    return run_folder / "checkpoints" / f"step-{step:08d}"
+
+
+def saved_steps(run_folder: Path) -> list[int]:
+    """Steps of the complete checkpoints, ascending."""
+    found = (STEP_FOLDER.fullmatch(p.name) for p in (run_folder / "checkpoints").glob("step-*"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        tensors[f"model.{name}"] = parameter.detach()
+        for moment in ("exp_avg", "exp_avg_sq"):
+            tensors[f"{moment}.{name}"] = optimizer.state[parameter][moment]
+    return tensors
+
+
+def save_checkpoint(
+    run_folder: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.AdamW,
+    trainer_state: dict[str, Any],
+    world: World,
+) -> Path:
+    """Write the state after `step` updates; every rank calls it.
+
+    Raises:
+        OSError: it could not be written (disk full); nothing is left of it and all older
+            checkpoints are as they were.
+    """
+    final = checkpoint_folder(run_folder, step)
+    if final.exists():
+        return final
+    temporary = final.with_name(f"{final.name}.tmp")
+    if world.is_main:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    dist.barrier()
+    adam_step = optimizer.state[next(iter(model.parameters()))]["step"].item()
+    try:
+        dcp.save(_tensors(model, optimizer), checkpoint_id=temporary)  # syncs each file
+        if world.is_main:
+            state = {"step": step, "adam_step": adam_step, **trainer_state}
+            write_json(temporary / "trainer.json", state)
+    except Exception as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        free = shutil.disk_usage(run_folder).free
+        raise OSError(
+            f"{final}: the checkpoint could not be written ({free:,} bytes free on the disk): "
+            f"{error}; older checkpoints are intact; make room and give the same command again"
+        ) from error
+    if world.is_main:
+        temporary.rename(final)
+        _sync_folder(final.parent)
+        relative = str(final.relative_to(run_folder))
+        marker = {"run": trainer_state["run"], "step": step, "checkpoint": relative}
+        write_json(run_folder / "saved" / f"{step}.json", marker)
+    dist.barrier()
+    return final
+
+
+def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Any]:
+    """Read a checkpoint into model and optimizer in place, whatever the number of ranks was.
+
+    Returns:
+        The trainer's own state, as it was given to `save_checkpoint`.
+
+    Raises:
+        ValueError: damaged, or not all numbers in it are finite; names the folder and a remedy.
+    """
+    remedy = "move this folder away, and the same command goes on from the one before"
+    state = read_json(folder / "trainer.json")
+    tensors = _tensors(model, optimizer)
+    try:
+        dcp.load(tensors, checkpoint_id=folder)
+    except Exception as error:
+        raise ValueError(f"{folder}: the checkpoint is damaged ({error}); {remedy}") from error
+    for parameter in model.parameters():
+        optimizer.state[parameter]["step"].fill_(state["adam_step"])
+    finite = torch.stack([torch.isfinite(_local(t)).all().float() for t in tensors.values()]).min()
+    dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+    if not finite.item():
+        raise ValueError(f"{folder}: holds numbers that are not finite; {remedy}")
+    return state
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def load_model_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Full fp32 weights of a checkpoint on the CPU, in one process.
+
+    Raises:
+        ValueError: damaged; names the folder.
+    """
+    try:
+        metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        tensors = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in metadata.items()
+            if name.startswith("model.")
+        }
+        dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    except Exception as error:
+        raise ValueError(
+            f"{folder}: the checkpoint is damaged or not complete ({error})"
+        ) from error
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+
+
+def clean_up(run_folder: Path) -> None:
+    """Remove what a killed save left behind."""
+    for leftover in (run_folder / "checkpoints").glob("step-*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def rotate(run_folder: Path, keep: int, keep_every: int, pinned: set[int]) -> None:
+    """Remove old checkpoints: all but the newest `keep`, every `keep_every`-th, and pinned ones.
+
+    A `keep` of 0 keeps all. A folder that holds a file `pinned` stays too.
+    """
+    if keep == 0:
+        return
+    for step in saved_steps(run_folder)[:-keep]:
+        folder = checkpoint_folder(run_folder, step)
+        if (
+            step in pinned
+            or (folder / "pinned").exists()
+            or (keep_every and step % keep_every == 0)
+        ):
+            continue
+        (run_folder / "saved" / f"{step}.json").unlink(missing_ok=True)
+        shutil.rmtree(folder)
+
+
+def check_space(run_folder: Path, num_parameters: int) -> None:
+    """Refuse to begin when not even one checkpoint would fit.
+
+    Raises:
+        OSError: names the bytes needed and the bytes free.
+    """
+    needed = num_parameters * BYTES_PER_PARAMETER
+    free = shutil.disk_usage(run_folder).free
+    if free < needed:
+        raise OSError(
+            f"{run_folder}: a checkpoint takes {needed:,} bytes, but only {free:,} are free; "
+            "make room, or put results/ on a larger disk"
+        )
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

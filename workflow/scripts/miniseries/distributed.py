@@ -1,0 +1,129 @@
+"""Processes and devices: one code path from one CPU process to many nodes."""
+
+import ctypes
+import os
+import signal
+import sys
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from miniseries.model import GPT
+
+# Dense bf16 peaks without sparsity, TFLOP/s, by exact device name: vendor data sheets; the two
+# H100 entries as llm.c's mfu.h has them, H200 as torchtitan (the same processor as H100 SXM)
+PEAK_BF16_TFLOPS = {
+    "NVIDIA A100-SXM4-40GB": 312.0,
+    "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA A100-PCIE-40GB": 312.0,
+    "NVIDIA A100 80GB PCIe": 312.0,
+    "NVIDIA H100 80GB HBM3": 988.8,
+    "NVIDIA H100 PCIe": 756.0,
+    "NVIDIA H200": 989.5,
+}
+COMPUTE_DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among all, and its device."""
+
+    rank: int
+    size: int
+    num_nodes: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one process that writes files and speaks."""
+        return self.rank == 0
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when its launcher dies, so that no orphan holds a GPU."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1  # linux/prctl.h
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def num_local_processes(gpus: int | str) -> int:
+    """Processes to start on this node: one a GPU, or one on the CPU.
+
+    Raises:
+        ValueError: more GPUs asked for than there are.
+    """
+    found = torch.cuda.device_count()
+    if gpus == "auto":
+        return max(1, found)
+    if found and int(gpus) > found:
+        raise ValueError(
+            f"machine.gpus is {gpus}, but this machine shows {found}; set it to `auto` or less, "
+            "or check CUDA_VISIBLE_DEVICES"
+        )
+    return int(gpus)
+
+
+def start_world(backend: str | None = None) -> World:
+    """Join the other processes that torchrun started; alone when there are none."""
+    rank = int(os.environ.get("RANK", 0))
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    use_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(device)
+    backend = backend or ("cpu:gloo,cuda:nccl" if use_cuda else "gloo")
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    num_nodes = size // local_size
+    if num_nodes > 1:  # shard inside a node, replicate across: only gradients cross the network
+        mesh = init_device_mesh(
+            device.type, (num_nodes, local_size), mesh_dim_names=("replicate", "shard")
+        )
+    else:
+        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+    return World(rank, size, num_nodes, device, mesh)
+
+
+def shard_model(model: GPT, world: World, precision: str) -> None:
+    """ZeRO-1 by FSDP2: each rank keeps its part of the fp32 weights and of AdamW's state.
+
+    Whole weights are gathered once a step, in the compute precision, and stay until the last
+    micro-step's backward; gradients are summed in fp32.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=COMPUTE_DTYPES[precision], reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for module in [*model.h, model]:
+        fully_shard(module, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False)
+
+
+def set_last_micro_step(model: GPT, is_last: bool) -> None:
+    """Sum gradients over ranks and give the whole weights up only after the last micro-step."""
+    model.set_is_last_backward(is_last)
+    model.set_requires_gradient_sync(is_last)
+    model.set_reshard_after_backward(is_last)
+
+
+def reshard(model: GPT) -> None:
+    """Give up the whole weights that a forward call without a backward leaves behind.
+
+    The optimizer and the checkpoints know the sharded ones only.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """Peak bf16 rate of this device, TFLOP/s; None when unknown: never a guess."""
+    if device.type != "cuda":
+        return None
+    return PEAK_BF16_TFLOPS.get(torch.cuda.get_device_name(device))

@@ -1,0 +1,161 @@
+"""What a run says and writes: console lines, `train.log`, llm.c's `main.log`, `metrics.jsonl`."""
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miniseries.console import Console, RunningMean, step_line
+from miniseries.metrics import append_record
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step did. `step` is 0-based; loss and norm are those before the update."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    loss_z: float
+    grad_z: float
+    learning_rate: float
+    seconds: float
+    skipped: bool
+
+
+def _none_if_nan(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+class Journal:
+    """The voice of a run; on ranks other than the main one every method does nothing.
+
+    Args:
+        tokens_per_step: tokens of a global batch, over all ranks.
+        tokens_per_epoch: training tokens of the dataset.
+        flops_per_token: operations of the model by llm.c's formula, forward and backward.
+        peak_flops: of all devices together, FLOP/s; None when unknown.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        is_main: bool,
+        first_step: int,
+        max_steps: int,
+        tokens_per_step: int,
+        tokens_per_epoch: int,
+        flops_per_token: float,
+        peak_flops: float | None,
+    ) -> None:
+        self.folder, self.is_main = folder, is_main
+        self.first_step, self.max_steps = first_step, max_steps
+        self.tokens_per_step, self.tokens_per_epoch = tokens_per_step, tokens_per_epoch
+        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+        self.console = Console(folder / "train.log", max_steps, first_step, is_main)
+        self.speed = RunningMean()
+
+    def say(self, text: str) -> None:
+        """One line to the console and train.log."""
+        self.console.line(text)
+
+    def record(self, kind: str, step: int, **values: Any) -> None:
+        """One line into metrics.jsonl."""
+        if self.is_main:
+            append_record(self.folder / "metrics.jsonl", kind, step=step, **values)
+
+    def log(self, step: int, text: str) -> None:
+        """One line into main.log in llm.c's format."""
+        if self.is_main:
+            with (self.folder / "main.log").open("a") as file:
+                file.write(f"s:{step} {text}\n")
+
+    def table(self, values: dict[str, Any]) -> None:
+        """Every setting of the run, one a line."""
+        width = max(len(key) for key in values)
+        for key, value in values.items():
+            self.say(f"| {key:<{width}} | {value}")
+
+    def mfu_percent(self, tokens_per_second: float) -> float | None:
+        """Model FLOP utilisation; None when the peak of the device is unknown."""
+        if self.peak_flops is None:
+            return None
+        return 100 * self.flops_per_token * tokens_per_second / self.peak_flops
+
+    def step(self, report: StepReport) -> None:
+        """One training step: console, main.log and metrics.jsonl."""
+        tokens_per_second = self.tokens_per_step / report.seconds
+        mfu = self.mfu_percent(tokens_per_second)
+        if report.step > self.first_step:  # the first step of a start compiles and warms up
+            self.speed.update(tokens_per_second)
+        smooth = tokens_per_second if math.isnan(self.speed.value) else self.speed.value
+        line = step_line(
+            report.step + 1,
+            self.max_steps,
+            loss=report.loss,
+            loss_z=report.loss_z,
+            norm=report.grad_norm,
+            norm_z=report.grad_z,
+            learning_rate=report.learning_rate,
+            milliseconds=report.seconds * 1e3,
+            mfu_percent=mfu,
+            tokens_per_second=smooth,
+        )
+        self.say(line)
+        self.console.advance(report.step + 1, self.tokens_per_step / smooth)
+        rate, norm = report.learning_rate, report.grad_norm
+        self.log(report.step, f"trl:{report.loss:.4f} lr:{rate:.6f} norm:{norm:.2f}")
+        tokens_seen = (report.step + 1) * self.tokens_per_step
+        self.record(
+            "train",
+            report.step,
+            tokens_seen=tokens_seen,
+            epoch=round(tokens_seen / self.tokens_per_epoch, 4),
+            train_loss_nats=report.loss,
+            loss_z=_none_if_nan(report.loss_z),
+            grad_norm=norm,
+            grad_z=_none_if_nan(report.grad_z),
+            learning_rate=rate,
+            step_time_ms=report.seconds * 1e3,
+            tokens_per_second=tokens_per_second,
+            mfu_percent=mfu,
+            skipped=report.skipped,
+        )
+
+    def validation(self, step: int, scores: dict[str, Any]) -> None:
+        """Validation loss of the weights after `step` updates."""
+        loss = scores["val_loss_nats"]
+        self.say(f"val loss {loss:f}")
+        self.log(step, f"tel:{loss:.4f}")
+        values = {"val_loss_nats": loss, "num_tokens": scores["num_tokens"]}
+        self.record("val", step, tokens_seen=step * self.tokens_per_step, **values)
+
+    def hellaswag(self, step: int, scores: dict[str, Any]) -> None:
+        """HellaSwag by token mean, of the weights after `step` updates."""
+        correct, items = scores["num_correct"], scores["num_items"]
+        self.say(f"HellaSwag: {correct}/{items} = {correct / items:f}")
+        self.log(step, f"eval:{correct / items:.4f}")
+        values = {"num_correct": correct, "num_items": items}
+        values["acc_norm_token_mean"] = correct / items
+        self.record("hellaswag", step, tokens_seen=step * self.tokens_per_step, **values)
+
+    def samples(self, step: int, text: str) -> None:
+        """A generated text: console and samples.txt."""
+        self.say(f"generating:\n---\n{text}\n---")
+        if self.is_main:
+            with (self.folder / "samples.txt").open("a", encoding="utf-8") as file:
+                file.write(f"step {step}\n---\n{text}\n---\n")
+
+    def start(self, **values: Any) -> None:
+        """A start or resume of the run."""
+        if self.first_step:
+            self.say(f"resuming at step {self.first_step} of {self.max_steps}")
+        epochs = self.max_steps * self.tokens_per_step / self.tokens_per_epoch
+        self.say(f"{self.tokens_per_epoch:,} training tokens; the run reads {epochs:.2f} epochs")
+        self.record("start", self.first_step, time=time.time(), **values)
+
+    def close(self) -> None:
+        """End the progress bar and the log."""
+        self.console.close()

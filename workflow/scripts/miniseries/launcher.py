@@ -1,0 +1,100 @@
+"""Start the processes of a run: claim its folder, freeze its settings, one process a GPU."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+from miniseries.distributed import die_with_parent, num_local_processes
+from miniseries.metrics import read_json, write_json
+from miniseries.settings import check_frozen
+from miniseries.shards import load_manifest
+from miniseries.trainer import STOPPED, train
+
+
+def claim(folder: Path) -> IO[str]:
+    """Lock the run's folder until this process ends, however it ends.
+
+    Raises:
+        ValueError: another process trains this run; names it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = (folder / "lock").open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        raise ValueError(
+            f"{folder}: process {lock.read().strip() or '?'} is training this run; "
+            "wait for it, or stop it with `kill` and give the same command again"
+        ) from None
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
+
+
+def freeze(settings: Path, manifest: Path, folder: Path) -> dict[str, Any]:
+    """Keep the run's settings beside its checkpoints; later starts must agree in the recipe.
+
+    Returns:
+        The settings with the machine part of today and the recipe of the first start.
+
+    Raises:
+        ValueError: the recipe or the data differ from the first start's; names the keys.
+    """
+    present = read_json(settings)
+    present["data_fingerprint"] = load_manifest(manifest).fingerprint
+    check_frozen(present, folder / "settings.json", manifest)
+    write_json(folder / "settings.json", present)
+    return present
+
+
+def launch(
+    settings: Path, manifest: Path, questions: Path | None, folder: Path, done: Path
+) -> None:
+    """Train one run on this machine and return when it is complete.
+
+    Raises:
+        ValueError: it cannot start or it failed; the message says what to do.
+        SystemExit: stopped by a signal; everything is saved.
+    """
+    lock = claim(folder)
+    frozen = freeze(settings, manifest, folder)
+    processes = num_local_processes(frozen["machine"]["gpus"])
+    if processes == 1:
+        train(manifest, questions, folder, done)
+    else:
+        _run_workers(processes, manifest, questions, folder, done)
+    lock.close()
+
+
+def _run_workers(
+    processes: int, manifest: Path, questions: Path | None, folder: Path, done: Path
+) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={processes}", str(Path(sys.argv[0]).resolve())]
+    command += ["--manifest", str(manifest), "--folder", str(folder), "--done", str(done)]
+    command += ["--questions", str(questions)] if questions else []
+    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    agent = subprocess.Popen(command, env=environment, preexec_fn=die_with_parent)
+    received: list[int] = []
+
+    def forward(number: int, _frame: Any) -> None:
+        received.append(number)
+        agent.send_signal(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, forward)
+    code = agent.wait()
+    if received:
+        raise SystemExit(STOPPED)
+    if code != 0:
+        raise ValueError(
+            f"training ended with exit code {code}; the first error above says why. Checkpoints in "
+            f"{folder / 'checkpoints'} are kept; the same command goes on from the newest"
+        )

@@ -1,0 +1,91 @@
+"""Files and records every stage shares: atomic writes, JSON lines, and one-line errors."""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file or nothing: a reader never sees a part, a kill leaves the old file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).chmod(0o644)  # mkstemp makes private files; results are for everyone
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write `content` as indented JSON, atomically."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read one JSON file.
+
+    Raises:
+        ValueError: the file is missing or damaged; names the file.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path}: not valid JSON ({error}); delete it to have it made again"
+        ) from None
+
+
+def append_record(path: Path, kind: str, **values: Any) -> None:
+    """Append one record to a run's `metrics.jsonl`; a single write, so lines are never mixed.
+
+    A line that an earlier crash cut short is closed first, so that only that line is lost.
+    """
+    line = json.dumps({"kind": kind, **values}) + "\n"
+    with path.open("ab+") as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                line = "\n" + line
+        file.write(line.encode())
+
+
+def read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """Read `metrics.jsonl` of one run, also while it is being written.
+
+    After a resume steps repeat; the last record of a (kind, step) wins. Lines that are not
+    whole JSON objects (the torn end of a killed run) are left out. A missing file is empty.
+
+    Returns:
+        kind -> records in the order of their steps.
+    """
+    latest: dict[str, dict[int, dict[str, Any]]] = {}
+    if not path.exists():
+        return {}
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+                latest.setdefault(record["kind"], {})[int(record["step"])] = record
+            except (ValueError, KeyError, TypeError):
+                continue
+    return {kind: [steps[step] for step in sorted(steps)] for kind, steps in latest.items()}
+
+
+def run_main(function: Callable[..., Any], **arguments: Any) -> None:
+    """Call a script's one function; what the user can mend becomes one line and exit code 1."""
+    try:
+        function(**arguments)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None

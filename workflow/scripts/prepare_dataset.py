@@ -1,0 +1,21 @@
+"""Make one dataset: token shards, questions, and at the end its manifest; rule `prepare_dataset`.
+
+For `source: hub-shards` the shards are fetched already and only the manifest is made.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from miniseries.encode import prepare_dataset
+from miniseries.metrics import run_main
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--name", required=True, help="of the dataset; begins the shards' names")
+    parser.add_argument(
+        "--dataset", type=json.loads, required=True, help="its entry in the configuration, JSON"
+    )
+    parser.add_argument("--folder", type=Path, required=True, help="for shards and hellaswag.jsonl")
+    parser.add_argument("--manifest", type=Path, required=True, help="written last")
+    run_main(prepare_dataset, **vars(parser.parse_args()))

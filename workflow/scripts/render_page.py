@@ -1,0 +1,58 @@
+"""Turn results (JSON, TSV, Markdown) into one page that the report can show; rules `render_*`.
+
+Example: render_page.py --title tiny --files results/evaluate/tiny/val_loss.json --output tiny.html
+"""
+
+import argparse
+import csv
+import json
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from miniseries.metrics import run_main, write_text
+
+HEAD = """<!DOCTYPE html><meta charset="utf-8"><title>{0}</title><style>
+body {{ font-family: sans-serif; margin: 1em }} td {{ padding: 0.2em 1em; vertical-align: top }}
+tr:nth-child(odd) {{ background: #f0f0f0 }} pre {{ white-space: pre-wrap }}
+</style><h1>{0}</h1>
+"""
+
+
+def flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a JSON object: ("token_mean.acc", 0.25)."""
+    if isinstance(value, dict):
+        for name, entry in value.items():
+            yield from flatten(entry, f"{key}.{name}" if key else name)
+    else:
+        yield key, value
+
+
+def render(file: Path) -> str:
+    """One file as HTML; a table has one column a run, however many values there are of each."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".md":
+        return f"<pre>{escape(text)}</pre>\n"
+    if file.suffix == ".tsv":
+        rows = list(zip(*csv.reader(text.splitlines(), delimiter="\t"), strict=True))
+    else:
+        rows = list(flatten(json.loads(text)))
+    cells = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows)
+    table = "".join(f"<tr>{row}</tr>" for row in cells)
+    return f"<h2>{escape(file.name)}</h2><table>{table}</table>"
+
+
+def render_page(title: str, files: list[Path], output: Path) -> None:
+    """Write the page; it needs no network."""
+    write_text(output, HEAD.format(escape(title)) + "".join(map(render, files)))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--title", required=True, help="heading of the page")
+    parser.add_argument("--files", type=Path, nargs="+", required=True, help=".json, .tsv, .md")
+    parser.add_argument("--output", type=Path, required=True, help="written: .html")
+    run_main(render_page, **vars(parser.parse_args()))
