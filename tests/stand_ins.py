@@ -39,7 +39,10 @@ def make_dataset(folder: Path, train_tokens: int = 20_000, val_tokens: int = 1_0
             number += 1
     manifest = folder / "manifest.json"
     shards = [describe_shard(path, split) for path, split in paths]
-    write_json(manifest, build_manifest(folder, "made", shards, val_tokens=val_tokens, source={"kind": "made"}))
+    write_json(
+        manifest,
+        build_manifest(folder, "made", shards, val_tokens=val_tokens, source={"kind": "made"}),
+    )
     return manifest
 
 
@@ -93,7 +96,9 @@ def train_command(settings: Path, manifest: Path, folder: Path) -> list[str]:
     return command + ["--done", str(folder / "done.json")]
 
 
-def train_here(settings: Path, manifest: Path, folder: Path, **more: Any) -> subprocess.CompletedProcess:
+def train_here(
+    settings: Path, manifest: Path, folder: Path, **more: Any
+) -> subprocess.CompletedProcess:
     """Run the trainer as the workflow does, and wait for it."""
     command = train_command(settings, manifest, folder)
     return subprocess.run(command, capture_output=True, text=True, timeout=300, **more)

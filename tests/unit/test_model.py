@@ -109,6 +109,18 @@ def test_losses_of_single_positions_have_the_mean_loss_as_their_mean():
     torch.testing.assert_close(losses.mean(), model(tokens, targets), rtol=1e-6, atol=1e-6)
 
 
+def test_a_target_of_minus_100_costs_nothing_when_scoring():
+    model = random_weights(GPT(SHAPES[0]))
+    tokens, targets = random_batch(SHAPES[0])
+    ignored = targets.clone()
+    ignored[:, 3:20] = -100
+    with torch.no_grad():
+        expected = model(tokens, targets, reduction="none")
+        losses = model(tokens, ignored, reduction="none")
+    expected[:, 3:20] = 0
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("extra", [-1, 0, 1, 2])
 def test_chunk_borders_change_neither_loss_nor_gradients(extra):
     torch.manual_seed(3)

@@ -59,7 +59,7 @@ class TargetModel(torch.nn.Module):
         assert reduction == "none"
         assert tokens.shape == targets.shape
         self.shapes.append(tuple(tokens.shape))
-        return targets.float() / 1000
+        return targets.clamp(min=0).float() / 1000
 
 
 def make_manifest(folder, shards, val_tokens=10**9):

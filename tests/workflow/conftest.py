@@ -60,22 +60,36 @@ for key in ("--output", "--speed", "--done", "--val-loss", "--hellaswag"):
 """
 
 
-def called_scripts(root: Path) -> set[str]:
-    """Names of the scripts that the rules start."""
-    rules = "".join(path.read_text() for path in (root / "workflow/rules").glob("*.smk"))
-    return set(re.findall(r"workflow/scripts/(\w+\.py)", rules))
+@pytest.fixture(name="script_calls")
+def script_calls_fixture() -> list[tuple[str, set[str]]]:
+    """What the rules start."""
+    return script_calls()
+
+
+def script_calls() -> list[tuple[str, set[str]]]:
+    """(script, its options) of each command in the rules."""
+    rules = "".join(path.read_text() for path in sorted((ROOT / "workflow/rules").glob("*.smk")))
+    calls = re.findall(r'workflow/scripts/(\w+\.py)(.*?)"""', rules, re.DOTALL)
+    return [(script, set(re.findall(r"--[a-z-]+", words))) for script, words in calls]
 
 
 class Project:
     """One copy of the project and what `snakemake` says in it."""
 
-    def __init__(self, folder: Path) -> None:
+    root = ROOT
+
+    def __init__(self, folder: Path, is_new: bool = True) -> None:
         self.folder = folder
-        for name in ("Snakefile", "config", "profiles", "workflow"):
+        if is_new:
+            self._copy_project()
+
+    def _copy_project(self) -> None:
+        for name in ("Snakefile", "config", "profiles", "workflow", "tests/config"):
+            (self.folder / name).parent.mkdir(exist_ok=True)
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
-            copy(ROOT / name, folder / name)
-        for script in called_scripts(ROOT) - KEPT_SCRIPTS:
-            (folder / "workflow/scripts" / script).write_text(STAND_IN)
+            copy(ROOT / name, self.folder / name)
+        for script in {script for script, _ in script_calls()} - KEPT_SCRIPTS:
+            (self.folder / "workflow/scripts" / script).write_text(STAND_IN)
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """`snakemake` with these arguments, nothing else; output and errors in one text."""
@@ -112,6 +126,12 @@ class Project:
         assert result.returncode != 0, result.stdout
         return result.stdout
 
+    @property
+    def calls(self) -> list[str]:
+        """Scripts started so far, in their order."""
+        lines = (self.folder / "calls.txt").read_text().splitlines()
+        return [line.split()[0] for line in lines]
+
     def edit(self, path: str, old: str, new: str) -> None:
         """Replace a text that a file holds."""
         text = (self.folder / path).read_text()
@@ -124,6 +144,20 @@ class Project:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content if isinstance(content, str) else json.dumps(content))
         return file
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy in which the default target is complete; not to be changed."""
+    project = Project(tmp_path_factory.mktemp("finished"))
+    project.succeed()
+    return project.folder
+
+
+@pytest.fixture
+def finished_project(finished: Path, tmp_path: Path) -> Project:
+    """A complete project for one test."""
+    return Project(shutil.copytree(finished, tmp_path / "project"), is_new=False)
 
 
 @pytest.fixture

@@ -91,11 +91,15 @@ def manifest_of_run(wildcards):
     """Manifest for the rule that trains; refuses other settings than the run was started with.
 
     Snakemake asks while it builds the job graph: before anything runs, in a dry run too, and also
-    for a run that is complete, whose done.json therefore stays.
+    for a run that is complete, whose done.json therefore stays. It would swallow an exception and
+    call old scores up to date, wherever a file that depends on the run exists; so this exits.
     """
     folder = Path(f"results/train/{wildcards.run}")
     manifest = manifest_path(wildcards.run)
-    check_frozen(RUNS[wildcards.run], folder / "settings.json", Path(manifest))
+    try:
+        check_frozen(RUNS[wildcards.run], folder / "settings.json", Path(manifest))
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
     return manifest
 
 

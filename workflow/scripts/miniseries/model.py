@@ -90,9 +90,9 @@ class GPT(nn.Module):
     def compile_kernels(self) -> None:
         """Compile what is worth it: one block (all share its code) and the loss formulas."""
         for block in self.h:
-            block.compile()
-        self._chunk_losses = torch.compile(_chunk_losses)
-        self._chunk_gradients = torch.compile(_chunk_gradients)
+            block.compile(dynamic=False)  # a few fixed shapes; symbolic ones are slower
+        self._chunk_losses = torch.compile(_chunk_losses, dynamic=False)
+        self._chunk_gradients = torch.compile(_chunk_gradients, dynamic=False)
 
     @property
     def num_parameters(self) -> int:
@@ -165,15 +165,22 @@ def token_losses(
     Args:
         hidden: (N, C) final activations.
         head: (Vp, C) output weights; rows from `vocab_size` on are padding and take no part.
-        targets: (N,) int64.
+        targets: (N,) int64; a negative one does not count and costs 0.
         chunk_losses: the formula or its compiled version.
 
     Returns:
         (N,) float32 nats.
     """
+    losses = torch.zeros(len(targets), device=hidden.device)
+    # On a GPU shapes stay fixed, so that nothing compiles again; a CPU is spared the rest: most
+    # positions of a HellaSwag row do not count, and the head is most of a small model's work.
+    counted = slice(None) if head.is_cuda else (targets >= 0).nonzero().squeeze(1)
     rows = chunk_rows(head)
-    chunks = zip(hidden.split(rows), targets.split(rows), strict=True)
-    return torch.cat([chunk_losses(F.linear(h, head), t, vocab_size) for h, t in chunks])
+    parts = zip(hidden[counted].split(rows), targets[counted].split(rows), strict=True)
+    chunks = [chunk_losses(F.linear(h, head), t, vocab_size) for h, t in parts]
+    if chunks:
+        losses[counted] = torch.cat(chunks)
+    return losses
 
 
 def _chunk_gradients(

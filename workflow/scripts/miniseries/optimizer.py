@@ -5,6 +5,7 @@ from collections import deque
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
@@ -36,15 +37,32 @@ def make_optimizer(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
     return optimizer
 
 
-def clip_gradients(model: nn.Module) -> torch.Tensor:
+def clip_gradients(model: nn.Module, shards: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Scale all gradients so that their joint norm is at most 1.
 
+    The squares are summed in float64: in float32 the norm of one gradient of the token table
+    differs by 3e-5 with the number of ranks that share it.
+
+    Args:
+        shards: the ranks that together hold each gradient once; None for a whole model.
+
     Returns:
-        The norm before clipping, a plain scalar equal on every rank. If it is not finite the
-        gradients are spoilt and must not be used.
+        The norm before clipping, float64, equal on every rank. If it is not finite the gradients
+        are spoilt and must not be used.
     """
-    norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    gradients = [_local(p.grad) for p in model.parameters()]
+    norms = torch._foreach_norm(gradients, 2, torch.float64)  # what PyTorch's own clipping calls
+    total = torch.stack(norms).square().sum()
+    if shards is not None:
+        dist.all_reduce(total, group=shards)
+    norm = total.sqrt()
+    scale = (MAX_GRAD_NORM / norm).clamp(max=1.0).float()
+    torch._foreach_mul_(gradients, scale)
+    return norm
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class ZScore:

@@ -18,13 +18,14 @@ import numpy as np
 import tiktoken
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
+from miniseries.distributed import reshard
 from miniseries.model import GPT
 from miniseries.shards import DOCUMENT_MARK, VOCAB_SIZE, Manifest, open_shard
 
 TOKEN_MEAN = "token_mean"  # llm.c: raw context, loss per ending token
 HARNESS = "harness"  # lm-eval: activity label, cleaned text, log-likelihood per character
+IGNORED = -100  # a target without a loss: cross_entropy's own `ignore_index`
 ROW_MULTIPLE = 64  # HellaSwag rows are padded to a multiple of this: whole tiles on a GPU
 ENCODER_THREADS = 2  # ranks of one node share its cores
 
@@ -57,15 +58,15 @@ def _calls(num_rows: int, rows: int, rank: int, world_size: int) -> Iterator[ran
         yield range(min(first, num_rows), min(first + rows, num_rows))
 
 
-def _pack(batch: list[Row], rows: int, length: int) -> tuple[torch.Tensor, ...]:
-    """Inputs, targets, and which targets count, each (rows, length), right-padded."""
-    tokens = np.full((2, rows, length), DOCUMENT_MARK, dtype=np.int64)
-    counted = np.zeros((rows, length), dtype=bool)
+def _pack(batch: list[Row], rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets, each (rows, length), right-padded; targets that do not count are -100."""
+    tokens = np.full((rows, length), DOCUMENT_MARK, dtype=np.int64)
+    targets = np.full((rows, length), IGNORED, dtype=np.int64)
     for row, (ids, num_scored) in enumerate(batch):
         end = len(ids) - 1
-        tokens[0, row, :end], tokens[1, row, :end] = ids[:-1], ids[1:]
-        counted[row, end - num_scored : end] = True
-    return torch.from_numpy(tokens[0]), torch.from_numpy(tokens[1]), torch.from_numpy(counted)
+        tokens[row, :end] = ids[:-1]
+        targets[row, end - num_scored : end] = ids[len(ids) - num_scored :]
+    return torch.from_numpy(tokens), torch.from_numpy(targets)
 
 
 @torch.no_grad()
@@ -90,14 +91,10 @@ def _row_losses(
         packed = _pack([read_row(i) for i in part], rows_per_call, length)
         if device.type == "cuda":
             packed = tuple(t.pin_memory() for t in packed)
-        tokens, targets, counted = (t.to(device, non_blocking=True) for t in packed)
-        losses = model(tokens, targets, reduction="none").double()  # (rows, length)
-        row_sums = losses.masked_fill(~counted, 0.0).sum(dim=1)
-        sums[part.start : part.stop] = row_sums[: len(part)]
-    for module in model.modules():
-        # the optimizer and checkpoints know the sharded weights; a forward call leaves whole ones
-        if isinstance(module, FSDPModule):
-            module.reshard()
+        tokens, targets = (t.to(device, non_blocking=True) for t in packed)
+        losses = model(tokens, targets, reduction="none")  # (rows, length), 0 where ignored
+        sums[part.start : part.stop] = losses.double().sum(dim=1)[: len(part)]
+    reshard(model)
     if world_size > 1:
         dist.all_reduce(sums)
     return sums.cpu().numpy()
@@ -131,6 +128,15 @@ def validation_windows(
     return windows
 
 
+def _check_ids(ids: np.ndarray, path: Path, first: int) -> None:
+    """Refuse what would be a wild read on a GPU; `ids` begin at token `first` of the shard."""
+    if ids.max() >= VOCAB_SIZE:
+        raise ValueError(
+            f"{path}: token {first + int(ids.argmax())} has id {ids.max()}, but GPT-2 has "
+            f"{VOCAB_SIZE}; the shard is damaged or made with another tokenizer"
+        )
+
+
 def validation_loss(
     model: GPT,
     manifest: Manifest,
@@ -162,25 +168,12 @@ def validation_loss(
     def read_window(index: int) -> Row:
         shard, first = windows[index]
         ids = shards[shard][first : first + length + 1]
-        if ids.max() >= VOCAB_SIZE:
-            position = first + int(ids.argmax())
-            raise ValueError(
-                f"{manifest.val_shards[shard]}: token {position} has id {ids.max()}, but GPT-2 has "
-                f"{VOCAB_SIZE}; the shard is damaged or made with another tokenizer"
-            )
+        _check_ids(ids, manifest.val_shards[shard], first)
         return ids, length
 
-    means = _row_losses(
-        model,
-        read_window,
-        len(windows),
-        rows_per_call=micro_batch,
-        length=length,
-        device=device,
-        rank=rank,
-        world_size=world_size,
-    )
-    means /= length
+    split = {"device": device, "rank": rank, "world_size": world_size}
+    shape = {"rows_per_call": micro_batch, "length": length}
+    means = _row_losses(model, read_window, len(windows), **shape, **split) / length
     stderr = float(means.std(ddof=1)) / math.sqrt(len(means)) if len(means) > 1 else None
     return {
         "val_loss_nats": float(means.mean()),
@@ -324,21 +317,16 @@ def hellaswag_scores(
     """
     candidates = [c for question in questions for c in question.candidates[rule]]
     positions = model.config.sequence_length
-    longest = min(positions, max(len(c.tokens) - 1 for c in candidates))
+    longest = max(len(c.tokens) - 1 for c in candidates)
     length = min(positions, -(-longest // ROW_MULTIPLE) * ROW_MULTIPLE)
-    num_scored = [min(c.num_ending, length) for c in candidates]
-    sums = _row_losses(
-        model,
-        lambda i: (candidates[i].tokens[-(length + 1) :], num_scored[i]),
-        len(candidates),
-        rows_per_call=micro_batch * (positions // length),
-        length=length,
-        device=device,
-        rank=rank,
-        world_size=world_size,
-    )
-    characters = [max(1, c.num_characters) for c in candidates]
-    divisors = np.array(num_scored if rule == TOKEN_MEAN else characters)
+    rows = [(c.tokens[-(length + 1) :], min(c.num_ending, length)) for c in candidates]
+    split = {"device": device, "rank": rank, "world_size": world_size}
+    shape = {"rows_per_call": micro_batch * (positions // length), "length": length}
+    sums = _row_losses(model, rows.__getitem__, len(rows), **shape, **split)
+    if rule == TOKEN_MEAN:
+        divisors = [num_scored for _, num_scored in rows]
+    else:
+        divisors = [max(1, c.num_characters) for c in candidates]
     choices = (sums / divisors).reshape(-1, 4).argmin(axis=1)
     labels = np.array([question.label for question in questions])
     truncated = np.array([len(c.tokens) > length + 1 for c in candidates]).reshape(-1, 4)

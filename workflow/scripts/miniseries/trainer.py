@@ -42,6 +42,13 @@ ATTENTION_BACKENDS = [
 ]
 
 
+def attention_kernels(device: torch.device) -> contextlib.AbstractContextManager:
+    """Context in which attention takes the fastest kernels that the device has."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return sdpa_kernel(ATTENTION_BACKENDS, set_priority=True)
+
+
 def largest_micro_batch(wanted: int, windows_per_rank: int) -> int:
     """The largest number of sequences, at most `wanted`, that divides a rank's share of a batch."""
     sizes = range(1, min(wanted, windows_per_rank) + 1)
@@ -214,7 +221,7 @@ class Trainer:
             loss = self.model(tokens, targets) / self.grad_accum_steps
             loss.backward()
             loss_sum += loss.detach()
-        norm = clip_gradients(self.model)
+        norm = clip_gradients(self.model, self.world.mesh.get_group("shard"))
         dist.all_reduce(loss_sum)
         loss, norm = torch.stack(
             [loss_sum / self.world.size, norm]
@@ -401,12 +408,10 @@ def train(manifest: Path, questions: Path | None, folder: Path, done: Path) -> N
         SystemExit: stopped by a signal; everything is saved.
     """
     world = start_world()
-    on_gpu = world.device.type == "cuda"
-    attention = sdpa_kernel(ATTENTION_BACKENDS, set_priority=True)
     try:
         settings = read_json(folder / "settings.json")
         trainer = Trainer(settings, load_manifest(manifest), questions, folder, world)
-        with attention if on_gpu else contextlib.nullcontext():
+        with attention_kernels(world.device):
             val_loss = trainer.run()
         if world.is_main:
             trainer.finish(done, val_loss)

@@ -1,0 +1,457 @@
+"""The configuration: what is accepted, what each run becomes, and what a started run refuses."""
+
+import copy
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+
+from miniseries.settings import (
+    MACHINE_KEYS,
+    RECIPE_KEYS,
+    check_frozen,
+    is_kept,
+    recipe_fingerprint,
+    resolve_runs,
+    run_leaves,
+    validate_config,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+SCHEMA = yaml.safe_load((ROOT / "workflow/schemas/config.schema.yaml").read_text())
+CONFIG = yaml.safe_load((ROOT / "config/config.yaml").read_text())
+
+# Each key is a promise to users: adding, renaming, or dropping one is a decision, made here too.
+FROZEN_RUN_KEYS = [
+    "dataset",
+    "num_layers",
+    "num_heads",
+    "channels",
+    "sequence_length",
+    "total_batch_tokens",
+    "max_steps",
+    "learning_rate",
+    "lr_schedule",
+    "warmup_steps",
+    "final_lr_fraction",
+    "weight_decay",
+    "skip_loss_z",
+    "skip_grad_z",
+    "seed",
+    "precision",
+    "micro_batch",
+    "gpus",
+    "compile",
+    "val_every_steps",
+    "hellaswag",
+    "sample_every_steps",
+    "sample_tokens",
+    "checkpoint_every_steps",
+    "keep_checkpoints",
+    "keep_every_steps",
+    "export_steps",
+]
+# Table of the scripts: layers, heads, channels, T, tokens a step, steps, rate, final share, skips.
+LLM_C = {
+    "124m": (12, 12, 768, 1024, 524288, 18865, 6e-4, 0.0, 0.0),
+    "350m": (24, 16, 1024, 1024, 524288, 60000, 3e-4, 0.0, 0.0),
+    "774m": (36, 20, 1280, 1024, 524288, 286102, 2.5e-4, 0.0, 0.0),
+    "1558m": (48, 25, 1600, 1024, 1048576, 32000, 6e-4, 0.1, 0.0),
+    "gpt3-125m": (12, 12, 768, 2048, 524288, 572204, 6e-4, 0.1, 7.0),
+}
+
+
+@pytest.fixture
+def config():
+    """The project's own configuration, to be spoilt."""
+    return copy.deepcopy(CONFIG)
+
+
+def resolve(config):
+    validate_config(config, SCHEMA)
+    return resolve_runs(config, SCHEMA)
+
+
+def refusal(config) -> str:
+    with pytest.raises(ValueError) as error:
+        resolve(config)
+    return str(error.value)
+
+
+def leaves(schema, path=""):
+    """(path, schema) of everything in a schema that holds a value."""
+    kinds = schema.get("oneOf", []) if "properties" in schema.get("oneOf", [{}])[0] else []
+    for kind in kinds:
+        yield from leaves(kind, path)
+    for key, entry in schema.get("properties", {}).items():
+        yield from leaves(entry, f"{path}.{key}")
+    if isinstance(schema.get("additionalProperties"), dict):
+        yield from leaves(schema["additionalProperties"], f"{path}.*")
+    if not kinds and "properties" not in schema and "additionalProperties" not in schema:
+        yield path, schema
+
+
+def objects(schema):
+    """Every object in a schema that names its keys."""
+    if "properties" in schema:
+        yield schema
+    below = [*schema.get("oneOf", []), *schema.get("properties", {}).values()]
+    if isinstance(schema.get("additionalProperties"), dict):
+        below.append(schema["additionalProperties"])
+    for entry in below:
+        yield from objects(entry)
+
+
+def test_schema_is_closed_and_describes_every_leaf():
+    Draft202012Validator.check_schema(SCHEMA)
+    assert all(entry["additionalProperties"] is False for entry in objects(SCHEMA))
+    for path, leaf in leaves(SCHEMA):
+        assert leaf.get("description", "").endswith("."), path
+        assert {"type", "oneOf"} & leaf.keys(), path
+        if leaf.get("type") in ("integer", "number"):
+            assert {"minimum", "exclusiveMinimum"} & leaf.keys(), path
+
+
+def test_run_keys_are_frozen():
+    assert list(run_leaves(SCHEMA)) == FROZEN_RUN_KEYS
+    assert [*RECIPE_KEYS, *MACHINE_KEYS] == FROZEN_RUN_KEYS
+
+
+def test_default_values_obey_the_schema():
+    for path, leaf in leaves(SCHEMA):
+        if "default" in leaf:
+            assert Draft202012Validator(leaf).is_valid(leaf["default"]), path
+
+
+def test_config_and_schema_name_the_same_leaves():
+    sections = {key: entry for key, entry in SCHEMA["properties"].items()}
+    assert CONFIG.keys() == sections.keys()
+    for section in ("machine", "plots", "samples"):
+        assert CONFIG[section].keys() == sections[section]["properties"].keys()
+
+
+def test_readme_explains_every_key():
+    text = (ROOT / "config/README.md").read_text()
+    for path, _ in leaves(SCHEMA):
+        assert f"`{path.rpartition('.')[2]}`" in text, path
+
+
+def test_readme_states_the_default_values():
+    text = (ROOT / "config/README.md").read_text()
+    machine = SCHEMA["properties"]["machine"]["properties"]
+    for key, leaf in run_leaves(SCHEMA).items():
+        row = re.search(rf"^\|[^|]*`{key}`[^|]*\|([^|]*)\|", text, re.MULTILINE)
+        assert row, key
+        default = machine.get(key, leaf).get("default", "")
+        assert row[1].strip().lower() == str(default).lower(), key
+
+
+def test_conda_environment_has_the_ranges_of_pyproject():
+    environment = yaml.safe_load((ROOT / "workflow/envs/miniseries.yaml").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {entry for entry in project["dependencies"] if not entry.startswith("snakemake")}
+    assert set(environment["dependencies"][-1]["pip"]) >= wanted
+
+
+@pytest.mark.parametrize("run", LLM_C)
+def test_catalogue_has_the_hyper_parameters_of_the_scripts(run):
+    recipe = resolve(CONFIG).runs[run]["recipe"]
+    keys = [
+        "num_layers",
+        "num_heads",
+        "channels",
+        "sequence_length",
+        "total_batch_tokens",
+        "max_steps",
+        "learning_rate",
+        "final_lr_fraction",
+        "skip_loss_z",
+    ]
+    assert tuple(recipe[key] for key in keys) == LLM_C[run]
+    assert recipe["skip_grad_z"] == recipe["skip_loss_z"]
+    assert (recipe["weight_decay"], recipe["warmup_steps"]) == (0.1, 700)
+    assert (recipe["lr_schedule"], recipe["precision"]) == ("cosine", "bf16")
+
+
+def test_124m_finds_all_its_tokens_in_its_dataset():
+    recipe = resolve(CONFIG).runs["124m"]["recipe"]
+    assert recipe["max_steps"] * recipe["total_batch_tokens"] < recipe["data"]["num_shards"] * 10**8
+
+
+def test_settings_have_the_agreed_form():
+    settings = resolve(CONFIG).runs["tiny"]
+    assert settings.keys() == {"run", "recipe", "fingerprint", "machine"}
+    assert list(settings["recipe"]) == [*RECIPE_KEYS, "data"]
+    assert list(settings["machine"]) == list(MACHINE_KEYS)
+    assert settings["fingerprint"] == recipe_fingerprint(settings["recipe"])
+    assert settings["recipe"]["data"]["source"] == "builtin"
+    assert settings == json.loads(json.dumps(settings))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests/config").glob("*.yaml")), ids=str)
+def test_test_configurations_are_valid(config, path):
+    def lay_over(base, top):
+        for key, value in top.items():
+            if isinstance(value, dict) and isinstance(base.get(key), dict):
+                lay_over(base[key], value)
+            else:
+                base[key] = value
+
+    lay_over(config, yaml.safe_load(path.read_text()))
+    resolve(config)
+
+
+def test_unknown_key_names_the_nearest_known_one(config):
+    config["runs"]["tiny"]["learning_rte"] = 1.0e-3
+    assert "runs.tiny.learning_rte: unknown key; did you mean learning_rate?" in refusal(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("learning_rate", -1.0, "-1.0 is not allowed; needed is a number > 0 and <= 0.1"),
+        ("learning_rate", "6e-4", "'6e-4' is not allowed; needed is a number"),
+        ("learning_rate", "6e-4", "(YAML reads 6e-4 as text: write 6.0e-4)"),
+        ("learning_rate", float("nan"), "nan is not allowed; needed is a finite number"),
+        ("total_batch_tokens", "5.2e5", "(YAML reads 5.2e5 as text: write 5.2e+5)"),
+        ("num_layers", 1.5, "1.5 is not allowed; needed is an integer >= 1 and <= 1000"),
+        ("num_layers", True, "True is not allowed; needed is an integer"),
+        ("num_layers", None, "None is not allowed; needed is an integer"),
+        ("lr_schedule", "cos", "'cos' is not allowed; needed is one of cosine, linear, constant"),
+        ("gpus", "all", "'all' is not allowed; needed is auto or an integer >= 1"),
+        ("compile", "yes", "'yes' is not allowed; needed is auto or true or false"),
+        ("export_steps", 3, "3 is not allowed; needed is a list, each an integer >= 1"),
+    ],
+)
+def test_refused_value_is_named_with_what_is_allowed(config, key, value, message):
+    config["runs"]["tiny"][key] = value
+    text = refusal(config)
+    assert f"runs.tiny.{key}: " in text
+    assert message in text
+    assert "1 problem:" in text
+
+
+def test_suggested_spelling_is_a_number_for_yaml():
+    assert yaml.safe_load("[6.0e-4, 5.2e+5]") == [6e-4, 5.2e5]
+    assert yaml.safe_load("[6e-4, 5.2e5]") == ["6e-4", "5.2e5"]
+
+
+@pytest.mark.parametrize("name", ["a@b", "a/b", "a b", "", ".a", 1558])
+def test_names_that_are_no_file_names_are_refused(config, name):
+    config["runs"][name] = {"extends": "tiny"}
+    assert f"runs: {name!r} is no usable name" in refusal(config)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"source": "web"}, "datasets.x.source: 'web' is not allowed; known: builtin"),
+        ({"source": ["builtin"]}, "datasets.x.source: ['builtin'] is not allowed"),
+        ({"paths": ["a"]}, "datasets.x.source: missing; needed is one of builtin"),
+        ({"source": "files"}, "datasets.x.paths: missing; needed is a list"),
+        ({"source": "builtin", "paths": ["a"]}, "datasets.x.paths: unknown key"),
+        (3, "datasets.x: 3 is not allowed"),
+    ],
+)
+def test_dataset_is_checked_as_what_its_source_says(config, entry, message):
+    config["datasets"]["x"] = entry
+    text = refusal(config)
+    assert message in text
+    assert "1 problem:" in text
+
+
+def test_missing_section_is_named(config):
+    del config["runs"]
+    assert "runs: missing; needed is keys with values" in refusal(config)
+
+
+def test_every_problem_gets_its_own_line(config):
+    config["runs"]["tiny"]["seed"] = -1
+    config["plots"]["dpi"] = "fine"
+    lines = refusal(config).splitlines()
+    assert lines[0] == "the configuration has 2 problems:"
+    assert len(lines) == 3
+
+
+def test_extends_takes_over_what_is_not_stated(config):
+    config["runs"]["child"] = {"extends": "tiny", "seed": 1}
+    config["runs"]["grandchild"] = {"extends": "child", "num_layers": 2}
+    runs = resolve(config).runs
+    assert runs["grandchild"]["recipe"] == runs["tiny"]["recipe"] | {"seed": 1, "num_layers": 2}
+    assert runs["grandchild"]["machine"] == runs["tiny"]["machine"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (
+            {"x": {"extends": "tinny"}},
+            "runs.x.extends: there is no run 'tinny'; did you mean tiny?",
+        ),
+        ({"x": {"extends": "y"}, "y": {"extends": "x"}}, "runs.x.extends: a circle, x -> y -> x"),
+        (
+            {"x": {"num_layers": 1}},
+            "runs.x: dataset, num_heads, channels, max_steps, learning_rate",
+        ),
+        ({"miniseries": {"extends": "tiny"}}, "runs.miniseries: the name is taken"),
+        ({"x.speed": {"extends": "tiny"}}, "runs.x.speed: the name is taken"),
+    ],
+)
+def test_runs_that_do_not_fit_the_others_are_refused(config, entries, message):
+    config["runs"] |= entries
+    assert message in refusal(config)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"dataset": "buitin"}, "dataset: there is no dataset 'buitin'; did you mean builtin?"),
+        ({"num_heads": 3}, "num_heads: 3 heads cannot share 128 channels equally"),
+        (
+            {"sequence_length": 100},
+            "total_batch_tokens: 1024 is no multiple of sequence_length, 100",
+        ),
+        ({"warmup_steps": 201}, "warmup_steps: 201 is more than max_steps, 200"),
+        ({"export_steps": [200, 201]}, "export_steps: [201] is after the last step, max_steps 200"),
+    ],
+)
+def test_keys_that_do_not_fit_each_other_are_refused(config, entry, message):
+    config["runs"]["x"] = {"extends": "tiny"} | entry
+    assert f"runs.x.{message}" in refusal(config)
+
+
+def test_list_of_unknown_runs_is_refused(config):
+    config["series"] = ["124n"]
+    assert "series: there is no run '124n'; did you mean 124m?" in refusal(config)
+
+
+def test_sweep_makes_a_run_of_each_value(config):
+    config["runs"]["rates"] = {"extends": "tiny", "learning_rate": [2.0e-4, 6.0e-4, 1.2e-3]}
+    catalogue = resolve(config)
+    names = [f"rates-learning_rate-{rate}" for rate in (0.0002, 0.0006, 0.0012)]
+    assert catalogue.sweeps == {"rates": names}
+    assert "rates" not in catalogue.runs
+    assert [catalogue.runs[name]["recipe"]["learning_rate"] for name in names] == [
+        2e-4,
+        6e-4,
+        1.2e-3,
+    ]
+    assert len({catalogue.runs[name]["fingerprint"] for name in names}) == 3
+
+
+def test_several_lists_make_every_combination(config):
+    config["runs"]["grid"] = {"extends": "tiny", "seed": [1, 2], "num_layers": [1, 2]}
+    assert resolve(config).sweeps["grid"] == [
+        f"grid-num_layers-{layers}-seed-{seed}" for layers in (1, 2) for seed in (1, 2)
+    ]
+
+
+def test_run_that_extends_a_sweep_is_one_too(config):
+    config["runs"]["seeds"] = {"extends": "tiny", "seed": [1, 2]}
+    config["runs"]["deep"] = {"extends": "seeds", "num_layers": 8}
+    assert resolve(config).sweeps["deep"] == ["deep-seed-1", "deep-seed-2"]
+
+
+@pytest.mark.parametrize("values", [[], [1, 1]])
+def test_sweep_without_different_values_is_refused(config, values):
+    config["runs"]["x"] = {"extends": "tiny", "seed": values}
+    assert "runs.x.seed: a sweep is a list of different values" in refusal(config)
+
+
+def test_values_of_a_sweep_are_checked(config):
+    config["runs"]["x"] = {"extends": "tiny", "learning_rate": [1.0e-3, "6e-4"]}
+    assert "runs.x.learning_rate: '6e-4' is not allowed" in refusal(config)
+
+
+def test_sweep_cannot_take_the_name_of_a_run(config):
+    config["runs"] |= {"x": {"extends": "tiny", "seed": [1, 2]}, "x-seed-1": {"extends": "tiny"}}
+    assert "runs.x: its run 'x-seed-1' has the name of another run" in refusal(config)
+
+
+def test_list_of_export_steps_is_no_sweep(config):
+    config["runs"]["tiny"]["export_steps"] = [50, 100]
+    assert resolve(config).runs["tiny"]["machine"]["export_steps"] == [50, 100]
+
+
+def test_machine_section_holds_for_runs_that_state_nothing(config):
+    config["machine"] = {"gpus": 4}
+    config["runs"]["124m"]["gpus"] = 2
+    runs = resolve(config).runs
+    assert (runs["tiny"]["machine"]["gpus"], runs["124m"]["machine"]["gpus"]) == (4, 2)
+    assert runs["tiny"]["machine"]["compile"] == "auto"
+
+
+def test_fingerprint_follows_the_recipe_alone(config):
+    before = resolve(config).runs["tiny"]["fingerprint"]
+    config["runs"]["tiny"] |= {"micro_batch": 1, "gpus": 1, "learning_rate": 1e-3, "skip_loss_z": 0}
+    assert resolve(config).runs["tiny"]["fingerprint"] == before
+    config["datasets"]["builtin"]["val_tokens"] = 99
+    assert resolve(config).runs["tiny"]["fingerprint"] != before
+
+
+def test_checkpoints_that_stay_are_known():
+    settings = copy.deepcopy(resolve(CONFIG).runs["124m"])  # every 5000 of 18865, newest 5
+    settings["machine"] |= {"export_steps": [7], "keep_every_steps": 10000}
+    assert [s for s in (0, 7, 5000, 10000, 18865, 20000) if is_kept(settings, s)] == [
+        7,
+        10000,
+        18865,
+    ]
+    settings["machine"]["keep_checkpoints"] = 0
+    assert is_kept(settings, 5000)
+    assert not is_kept(settings, 5001)
+
+
+class TestFrozenSettings:
+    """What the folder of a started run says against the settings asked for."""
+
+    @pytest.fixture
+    def started(self, tmp_path):
+        """Frozen settings of `tiny` and the manifest of its data."""
+        frozen, manifest = tmp_path / "tiny/settings.json", tmp_path / "data/manifest.json"
+        frozen.parent.mkdir()
+        manifest.parent.mkdir()
+        settings = resolve(CONFIG).runs["tiny"] | {"data_fingerprint": "a" * 64}
+        frozen.write_text(json.dumps(settings))
+        manifest.write_text(json.dumps({"fingerprint": "a" * 64}))
+        return frozen, manifest
+
+    def test_unchanged_run_goes_on(self, config, started):
+        check_frozen(resolve(config).runs["tiny"], *started)
+
+    def test_run_that_never_started_may_change(self, config, tmp_path):
+        check_frozen(resolve(config).runs["tiny"], tmp_path / "none.json", tmp_path / "none.json")
+
+    def test_other_speed_goes_on(self, config, started):
+        config["runs"]["tiny"] |= {"micro_batch": 1, "gpus": 1, "compile": False}
+        check_frozen(resolve(config).runs["tiny"], *started)
+
+    def test_other_recipe_is_refused_with_keys_values_and_remedy(self, config, started):
+        config["runs"]["tiny"]["learning_rate"] = 2.0e-3
+        config["datasets"]["builtin"]["val_tokens"] = 5
+        with pytest.raises(ValueError) as error:
+            check_frozen(resolve(config).runs["tiny"], *started)
+        text = str(error.value)
+        assert "learning_rate: 0.001 -> 0.002" in text
+        assert "data.val_tokens: 16384 -> 5" in text
+        assert "`extends: tiny`" in text
+
+    def test_other_tokens_are_refused(self, config, started):
+        started[1].write_text(json.dumps({"fingerprint": "b" * 64}))
+        with pytest.raises(
+            ValueError, match=r"other tokens than .* \(fingerprint a{12} -> b{12}\)"
+        ):
+            check_frozen(resolve(config).runs["tiny"], *started)
+
+    def test_missing_manifest_is_not_compared(self, config, started):
+        started[1].unlink()
+        check_frozen(resolve(config).runs["tiny"], *started)
+
+    def test_damaged_settings_are_named(self, config, started):
+        started[0].write_text("{")
+        with pytest.raises(ValueError, match=r"settings\.json: cannot be read"):
+            check_frozen(resolve(config).runs["tiny"], *started)

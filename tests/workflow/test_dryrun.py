@@ -1,0 +1,305 @@
+"""What each command would do, and does with stand-ins for the steps: jobs, refusals, leftovers."""
+
+import json
+import os
+import time
+
+import pytest
+
+TINY = {"prepare_dataset": 1, "write_settings": 1, "train": 1}
+SCORES = {"export": 1, "score": 1}
+PAGES = {"write_samples": 1, "render_settings": 1, "render_scores": 1, "render_samples": 1}
+HUB = {"fetch_questions": 1, "list_shards": 1, "write_settings": 1, "train": 1}
+
+
+def touch(file):
+    """Make a file newer than all others, with the content it has."""
+    later = time.time() + 5
+    os.utime(file, (later, later))
+
+
+@pytest.mark.parametrize(
+    ("target", "jobs"),
+    [
+        ("train_tiny", TINY),
+        ("export_tiny", TINY | {"export": 1}),
+        ("evaluate_tiny", TINY | SCORES),
+        ("samples_tiny", TINY | {"export": 1, "write_samples": 1}),
+        ("data_builtin", {"prepare_dataset": 1}),
+        ("verify_builtin", {"prepare_dataset": 1}),
+        ("train_124m", HUB | {"fetch_shard": 101}),
+        ("evaluate_gpt3-125m", HUB | SCORES | {"fetch_shard": 1002}),
+        ("data_fineweb-edu-100b-first100", {"fetch_shard": 101, "list_shards": 1}),
+    ],
+)
+def test_target_takes_these_jobs(project, target, jobs):
+    assert project.jobs(target) == jobs | {target: 1}
+
+
+def test_default_target_takes_every_stage(project):
+    # figures and table join once their logs are there: see the test of the finished project
+    assert project.jobs() == TINY | SCORES | PAGES | {"all": 1}
+
+
+def test_series_takes_the_four_sizes(project):
+    jobs = project.jobs("miniseries")
+    for rule in ("train", "export", "score", "render_scores"):
+        assert jobs[rule] == 4
+    assert jobs["fetch_shard"] == 101 + 1002
+
+
+def test_dry_run_of_the_largest_model_is_quick_and_writes_nothing(project):
+    before = {path for path in project.folder.rglob("*") if ".snakemake" not in path.parts}
+    start = time.monotonic()
+    jobs = project.jobs("train_1558m")
+    assert time.monotonic() - start < 15 * (1 + os.getloadavg()[0])  # a shared machine is slower
+    assert jobs == HUB | {"fetch_shard": 1002, "train_1558m": 1}
+    after = {path for path in project.folder.rglob("*") if ".snakemake" not in path.parts}
+    assert {path for path in after - before if "__pycache__" not in path.parts} == set()
+
+
+def test_test_series_with_a_kept_step(project):
+    jobs = project.jobs("miniseries", "--configfile", "tests/config/series.yaml")
+    assert (jobs["train"], jobs["export"], jobs["score"], jobs["find_checkpoint"]) == (4, 5, 5, 1)
+    assert "fetch_shard" not in jobs
+
+
+def test_finished_project_has_figures_and_nothing_to_do(finished_project):
+    calls = finished_project.calls
+    assert {"plot_run", "write_summary", "render_page"} < set(calls)
+    assert calls.index("train_run") < calls.index("plot_run")
+    assert calls.index("score_model") < calls.index("write_summary")
+    for targets in ([], ["plots"], [], ["evaluate_tiny", "samples_tiny"]):
+        assert finished_project.jobs(*targets) == {}
+
+
+def test_real_plots_between_two_runs_change_nothing(finished_project):
+    assert "Nothing to be done" in finished_project.succeed("plots")
+    assert "Nothing to be done" in finished_project.succeed()
+
+
+def test_report_is_made_of_a_finished_project(finished_project):
+    finished_project.succeed("--report", "results/report.html")
+    text = (finished_project.folder / "results/report.html").read_text()
+    for name in ("plots/tiny.png", "pages/summary.html", "pages/scores/tiny.html"):
+        assert name in text
+
+
+def test_comments_and_edited_scripts_make_nothing_again(finished_project):
+    files = ["Snakefile", "workflow/rules/train.smk", "workflow/scripts/train_run.py"]
+    for file in [*files, "workflow/scripts/miniseries/trainer.py", "config/config.yaml"]:
+        with (finished_project.folder / file).open("a") as stream:
+            stream.write("# a comment\n")
+    assert finished_project.jobs("all", "plots") == {}
+
+
+def test_touched_data_make_nothing_again(finished_project):
+    data = finished_project.folder / "results/data/builtin"
+    finished_project.write("results/data/builtin/builtin_train_000001.bin", "x" * 3_000_000)
+    for file in data.iterdir():
+        touch(file)
+    assert finished_project.jobs("all", "plots") == {}
+
+
+def test_other_speed_only_rewrites_the_settings(finished_project):
+    finished_project.edit("config/config.yaml", "    micro_batch: 8\n", "    micro_batch: 2\n")
+    finished_project.edit("config/config.yaml", "  gpus: auto", "  gpus: 1")
+    jobs = {"write_settings": 1, "render_settings": 1, "all": 1}
+    assert finished_project.jobs() == jobs
+    finished_project.succeed()
+    assert finished_project.jobs() == {}
+    settings = finished_project.folder / "results/settings/tiny.json"
+    assert json.loads(settings.read_text())["machine"]["micro_batch"] == 2
+    assert finished_project.calls.count("train_run") == 1
+
+
+def test_other_look_only_draws_again(finished_project):
+    finished_project.edit("config/config.yaml", "  dpi: 150", "  dpi: 80")
+    assert finished_project.jobs() == {"plot_run": 1, "all": 1}
+    assert finished_project.jobs("plots") == {"plot_run": 1, "plots": 1}
+
+
+def test_other_recipe_is_refused_and_the_finished_run_stays(finished_project):
+    done = finished_project.folder / "results/train/tiny/done.json"
+    before = done.stat().st_mtime_ns
+    finished_project.edit("config/config.yaml", "learning_rate: 1.0e-3", "learning_rate: 2.0e-3")
+    scores = "results/evaluate/tiny/val_loss.json"
+    for targets in (["-n"], ["train_tiny"], ["-n", "evaluate_tiny"], ["-n", scores]):
+        result = finished_project.run(*targets)
+        assert result.returncode != 0
+        assert "run 'tiny' was started with other settings" in result.stdout
+        assert "learning_rate: 0.001 -> 0.002" in result.stdout
+        assert "`extends: tiny`" in result.stdout
+        assert "Traceback" not in result.stdout
+    assert done.stat().st_mtime_ns == before
+    assert finished_project.jobs("plots") == {}, "figures of what there is are always drawn"
+    assert "train" in finished_project.jobs("train_124m"), "other runs are not held up"
+
+
+def test_new_run_beside_a_refused_one_is_trained(finished_project):
+    finished_project.write("mine.yaml", "runs: {tiny-2: {extends: tiny, learning_rate: 2.0e-3}}\n")
+    jobs = finished_project.jobs("train_tiny-2", "--configfile", "mine.yaml")
+    assert jobs == {"write_settings": 1, "train": 1, "train_tiny-2": 1}
+
+
+def test_other_data_are_refused(finished_project):
+    finished_project.write("results/data/builtin/manifest.json", {"fingerprint": "other"})
+    assert "run 'tiny' was started on other tokens" in finished_project.fail("train_tiny")
+
+
+def test_run_in_progress_is_refused_other_settings_too(finished_project):
+    (finished_project.folder / "results/train/tiny/done.json").unlink()
+    finished_project.edit("config/config.yaml", "    max_steps: 200", "    max_steps: 300")
+    assert "max_steps: 200 -> 300" in finished_project.fail("train_tiny")
+
+
+def test_rescored_model_draws_the_table_again_once(finished_project):
+    touch(finished_project.write("results/export/tiny/model.safetensors", "other weights"))
+    jobs = finished_project.jobs("evaluate_tiny")
+    assert jobs == {"score": 1, "evaluate_tiny": 1}
+    finished_project.succeed()
+    assert finished_project.calls.count("score_model") == 2
+    assert finished_project.calls.count("write_summary") == 2
+    assert finished_project.jobs() == {}
+
+
+def test_failed_training_keeps_its_log_and_is_drawn_and_goes_on(project):
+    project.write("fail_training", "")
+    result = project.run("train_tiny")
+    assert result.returncode != 0
+    assert "error: told to fail" in result.stdout
+    assert (project.folder / "results/train/tiny/metrics.jsonl").exists()
+    assert project.calls.count("train_run") == 3, "two retries"
+    figures = {"plot_run": 1, "write_summary": 1, "render_summary": 1}
+    assert project.jobs("plots") == figures | {"plots": 1}
+    project.succeed("plots")
+    assert project.jobs("plots") == {}
+    touch(project.folder / "results/train/tiny/metrics.jsonl")
+    assert project.jobs("plots") == figures | {"plots": 1}
+    (project.folder / "fail_training").unlink()
+    project.succeed("train_tiny")
+    assert project.jobs("train_tiny") == {}
+
+
+def test_plots_without_any_log_say_so(project):
+    text = project.succeed("plots")
+    assert "plots: nothing to draw, no run has a log" in text
+
+
+class TestStepOfARun:
+    """results/export/{run}@{step}: never trains a run for a step that is there or will not be."""
+
+    export = "results/export/tiny@200/model.safetensors"
+    other = "results/export/tiny@50/model.safetensors"
+
+    def test_step_of_a_run_in_progress_schedules_no_training(self, finished_project):
+        (finished_project.folder / "results/train/tiny/done.json").unlink()
+        assert finished_project.jobs(self.export) == {"export": 1}
+        touch(finished_project.folder / "results/data/builtin/manifest.json")
+        assert finished_project.jobs(self.export) == {"export": 1}
+        finished_project.succeed(self.export)
+        assert finished_project.calls.count("train_run") == 1
+        assert (finished_project.folder / "results/train/tiny/saved/200.json").exists()
+
+    def test_step_that_no_run_in_progress_keeps_is_refused(self, finished_project):
+        (finished_project.folder / "results/train/tiny/done.json").unlink()
+        text = finished_project.fail(self.other)
+        assert (
+            "run 'tiny' keeps no checkpoint of step 50: add it to the run's `export_steps:`" in text
+        )
+
+    def test_missing_step_of_a_finished_run_names_those_there_are(self, finished_project):
+        result = finished_project.run(self.other)
+        assert result.returncode != 0
+        assert "keeps no checkpoint of step 50; it keeps: 200" in result.stdout
+        assert (finished_project.folder / "results/train/tiny/done.json").exists()
+
+    def test_export_outlives_its_checkpoint(self, finished_project):
+        finished_project.succeed(self.export)
+        (finished_project.folder / "results/train/tiny/saved/200.json").unlink()
+        assert finished_project.jobs(self.export) == {}
+
+    def test_kept_step_is_exported_after_training(self, project):
+        project.edit("config/config.yaml", "keep_checkpoints: 2", "export_steps: [50]")
+        jobs = TINY | {"find_checkpoint": 1, "export": 2, "score": 2}
+        assert project.jobs("evaluate_tiny") == jobs | {"evaluate_tiny": 1}
+        project.succeed("evaluate_tiny")
+        assert (project.folder / "results/evaluate/tiny@50/val_loss.json").exists()
+        assert project.jobs("evaluate_tiny") == {}
+
+
+def test_sweep_trains_every_value_and_draws_them_together(project):
+    arguments = ["train_rates", "--configfile", "tests/config/sweep.yaml"]
+    project.succeed(*arguments)
+    assert project.calls.count("train_run") == 2
+    assert project.calls.count("plot_series") == 1
+    assert (project.folder / "results/plots/rates.png").exists()
+    assert project.jobs(*arguments) == {}
+
+
+def test_more_shards_fetch_only_the_new_ones(project):
+    few = ["data_fineweb-edu-100b-first100", "--config"]
+    two = "datasets={fineweb-edu-100b-first100: {num_shards: 2}}"
+    three = two.replace("2", "3")
+    project.succeed(*few, two)
+    assert project.jobs(*few, two) == {}
+    assert project.jobs(*few, three)["fetch_shard"] == 1
+    shard = project.folder / "results/data/fineweb-edu-100b-first100/edu_fineweb_train_000001.bin"
+    touch(shard)
+    assert project.jobs(*few, two) == {}
+    shard.unlink()
+    assert project.jobs(*few, two)["fetch_shard"] == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "messages"),
+    [
+        ("train_tinny", ["did you mean train_tiny?", "Runs: tiny, 124m, 350m, 774m, 1558m"]),
+        ("plot", ["did you mean plots?"]),
+        ("data_fineweb", ["Datasets: builtin, builtin-large, fineweb-edu-100b"]),
+    ],
+)
+def test_unknown_target_is_told_the_known_ones(project, target, messages):
+    text = project.fail(target)
+    for message in [f"there is no target '{target}'", *messages]:
+        assert message in text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("max_steps: 200", "max_stps: 200", "runs.tiny.max_stps: unknown key; did you mean"),
+        ("max_steps: 200", "max_steps: many", "runs.tiny.max_steps: 'many' is not allowed"),
+        ("rate: 1.0e-3", "rate: 1e-3", "YAML reads 1e-3 as text: write 1.0e-3"),
+        ("dataset: builtin\n", "dataset: built\n", "there is no dataset 'built'; did you mean"),
+        ("default_runs: [tiny]", "default_runs: [toy]", "default_runs: there is no run 'toy'"),
+    ],
+)
+def test_wrong_configuration_is_refused_in_one_message(project, old, new, message):
+    project.edit("config/config.yaml", old, new)
+    text = project.fail("train_tiny")
+    assert message in text
+    assert "Traceback" not in text
+
+
+def test_scripts_understand_what_the_rules_tell_them(project, script_calls):
+    for script, options in script_calls:
+        source = (project.root / "workflow/scripts" / script).read_text()
+        if "add_style_arguments" in source:
+            source += (project.root / "workflow/scripts/miniseries/plots.py").read_text()
+        missing = {option for option in options if f'"{option}"' not in source}
+        assert not missing, f"{script} has no {missing}"
+
+
+def test_slurm_profile_sets_what_the_default_profile_sets(project):
+    import yaml
+
+    default, slurm = (
+        yaml.safe_load((project.root / f"profiles/{name}/config.yaml").read_text())
+        for name in ("default", "slurm")
+    )
+    for key in default.keys() - {"cores", "resources"}:
+        assert slurm[key] == default[key], key
+    rules = "".join(path.read_text() for path in (project.root / "workflow/rules").glob("*.smk"))
+    for rule in [*slurm["set-threads"], *slurm["set-resources"]]:
+        assert f" {rule}:\n" in rules, rule
