@@ -12,12 +12,6 @@ PAGES = {"write_samples": 1, "render_settings": 1, "render_scores": 1, "render_s
 HUB = {"fetch_questions": 1, "list_shards": 1, "write_settings": 1, "train": 1}
 
 
-def touch(file):
-    """Make a file newer than all others, with the content it has."""
-    later = time.time() + 5
-    os.utime(file, (later, later))
-
-
 @pytest.mark.parametrize(
     ("target", "jobs"),
     [
@@ -97,7 +91,7 @@ def test_touched_data_make_nothing_again(finished_project):
     data = finished_project.folder / "results/data/builtin"
     finished_project.write("results/data/builtin/builtin_train_000001.bin", "x" * 3_000_000)
     for file in data.iterdir():
-        touch(file)
+        file.touch()
     assert finished_project.jobs("all", "plots") == {}
 
 
@@ -154,7 +148,7 @@ def test_run_in_progress_is_refused_other_settings_too(finished_project):
 
 
 def test_rescored_model_draws_the_table_again_once(finished_project):
-    touch(finished_project.write("results/export/tiny/model.safetensors", "other weights"))
+    finished_project.write("results/export/tiny/model.safetensors", "other weights")
     jobs = finished_project.jobs("evaluate_tiny")
     assert jobs == {"score": 1, "evaluate_tiny": 1}
     finished_project.succeed()
@@ -174,7 +168,7 @@ def test_failed_training_keeps_its_log_and_is_drawn_and_goes_on(project):
     assert project.jobs("plots") == figures | {"plots": 1}
     project.succeed("plots")
     assert project.jobs("plots") == {}
-    touch(project.folder / "results/train/tiny/metrics.jsonl")
+    project.write("results/train/tiny/metrics.jsonl", "more steps")
     assert project.jobs("plots") == figures | {"plots": 1}
     (project.folder / "fail_training").unlink()
     project.succeed("train_tiny")
@@ -195,7 +189,7 @@ class TestStepOfARun:
     def test_step_of_a_run_in_progress_schedules_no_training(self, finished_project):
         (finished_project.folder / "results/train/tiny/done.json").unlink()
         assert finished_project.jobs(self.export) == {"export": 1}
-        touch(finished_project.folder / "results/data/builtin/manifest.json")
+        (finished_project.folder / "results/data/builtin/manifest.json").touch()
         assert finished_project.jobs(self.export) == {"export": 1}
         finished_project.succeed(self.export)
         assert finished_project.calls.count("train_run") == 1
@@ -238,17 +232,17 @@ def test_sweep_trains_every_value_and_draws_them_together(project):
 
 
 def test_more_shards_fetch_only_the_new_ones(project):
-    few = ["data_fineweb-edu-100b-first100", "--config"]
-    two = "datasets={fineweb-edu-100b-first100: {num_shards: 2}}"
-    three = two.replace("2", "3")
-    project.succeed(*few, two)
-    assert project.jobs(*few, two) == {}
-    assert project.jobs(*few, three)["fetch_shard"] == 1
-    shard = project.folder / "results/data/fineweb-edu-100b-first100/edu_fineweb_train_000001.bin"
-    touch(shard)
-    assert project.jobs(*few, two) == {}
-    shard.unlink()
-    assert project.jobs(*few, two)["fetch_shard"] == 1
+    folder = project.folder / "results/data/fineweb-edu-100b-first100"
+    target = "data_fineweb-edu-100b-first100"
+    project.edit("config/config.yaml", "num_shards: 100\n", "num_shards: 2\n")
+    project.succeed(target)
+    assert project.jobs(target) == {}
+    (folder / "edu_fineweb_train_000001.bin").touch()
+    assert project.jobs(target) == {}
+    (folder / "edu_fineweb_train_000001.bin").unlink()
+    assert project.jobs(target)["fetch_shard"] == 1
+    project.edit("config/config.yaml", "num_shards: 2\n", "num_shards: 3\n")
+    assert project.jobs(target)["fetch_shard"] == 2
 
 
 @pytest.mark.parametrize(
