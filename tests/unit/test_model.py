@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from miniseries.export import from_huggingface
-from miniseries.model import GPT, GPTConfig, chunk_rows, init_weights, mean_loss, token_losses
+from miniseries.formulas import Formulas, chunk_rows, mean_loss, token_losses
+from miniseries.model import GPT, GPTConfig, init_weights
 
 torch.set_num_threads(1)
 
@@ -131,12 +132,12 @@ def test_chunk_borders_change_neither_loss_nor_gradients(extra):
     targets = torch.randint(0, 50257, (count,))
     losses = F.cross_entropy(hidden @ head[:50257].T, targets, reduction="none")
     expected = torch.autograd.grad(losses.mean(), (hidden, head))
-    loss = mean_loss(hidden, head, targets, 50257)
+    loss = mean_loss(hidden, head, targets, 50257, Formulas())
     torch.testing.assert_close(loss, losses.mean())
     for ours, theirs in zip(torch.autograd.grad(loss, (hidden, head)), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     with torch.no_grad():
-        torch.testing.assert_close(token_losses(hidden, head, targets, 50257), losses)
+        torch.testing.assert_close(token_losses(hidden, head, targets, 50257, Formulas()), losses)
 
 
 def test_gradients_follow_the_factor_that_the_loss_is_multiplied_with():

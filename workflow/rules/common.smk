@@ -103,6 +103,25 @@ def manifest_of_run(wildcards):
     return manifest
 
 
+def until_done(path):
+    """Input function: a file that training waits for, and that counts no more once it is done.
+
+    `ancient` in both cases would not do: where a job must run again whose existing output is
+    `ancient`, Snakemake 9.27 passes over all jobs behind it, even those whose output is missing.
+    """
+
+    def file(wildcards):
+        is_done = Path(f"results/train/{wildcards.run}/done.json").exists()
+        return ancient(path(wildcards)) if is_done else path(wildcards)
+
+    return file
+
+
+def settings_of_run(wildcards, output):
+    """Settings of the run as JSON; what may not change has been checked by `manifest_of_run`."""
+    return json.dumps(RUNS[wildcards.run])
+
+
 # Exported models
 
 

@@ -34,12 +34,11 @@ rule write_settings:
 checkpoint train:
     """Train one run; after any interruption the same command goes on from its newest checkpoint."""
 
-    # All inputs are `ancient`: the trainer itself and the check while the graph is built decide
-    # what may go on. A rewritten settings file (another micro-batch) must not train again.
+    # The trainer itself and the check while the graph is built decide what may go on; another
+    # micro-batch or a touched manifest must not train again.
     input:
-        settings=ancient("results/settings/{run}.json"),
-        manifest=ancient(manifest_of_run),
-        questions=ancient(lambda wildcards: questions_path(wildcards.run)),
+        manifest=until_done(manifest_of_run),
+        questions=until_done(lambda wildcards: questions_path(wildcards.run)),
     output:
         done="results/train/{run}/done.json",
     # What the launcher says on standard error. The trainer itself writes to the terminal and
@@ -56,10 +55,11 @@ checkpoint train:
     params:
         python=interpreter,
         folder=subpath(output.done, parent=True),
+        settings=settings_of_run,
     shell:
         r"""
         {params.python:q} workflow/scripts/train_run.py \
-            --settings {input.settings:q} \
+            --settings <(printf %s {params.settings:q}) \
             --manifest {input.manifest:q} \
             --questions {input.questions:q} \
             --folder {params.folder:q} \

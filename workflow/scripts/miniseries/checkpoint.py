@@ -80,7 +80,7 @@ def save_checkpoint(
         free = shutil.disk_usage(run_folder).free
         raise OSError(
             f"{final}: the checkpoint could not be written ({free:,} bytes free): "
-            f"{_reason(error)}; older checkpoints are intact; make room and give the same command again"
+            f"{_reason(error)}; older ones are intact; make room and give the same command again"
         ) from error
     if world.is_main:
         temporary.rename(final)

@@ -21,8 +21,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from miniseries.checkpoint import load_model_weights
 from miniseries.encode import gpt2_encoding
+from miniseries.formulas import LAYER_NORM_EPSILON
 from miniseries.metrics import read_json, write_json, write_text
-from miniseries.model import GPT, LAYER_NORM_EPSILON, VOCAB_SIZE, GPTConfig
+from miniseries.model import GPT, VOCAB_SIZE, GPTConfig
 from miniseries.scoring import (
     HARNESS,
     TOKEN_MEAN,

@@ -129,7 +129,7 @@ class Trainer:
         compiled = self.machine["compile"]
         self.compiled = device.type == "cuda" if compiled == "auto" else compiled
         if self.compiled:
-            self.model.compile_kernels()
+            self.model.compile(device)
         shard_model(self.model, self.world, recipe["precision"])
         self.model.to_empty(device=device)
         self.optimizer = make_optimizer(self.model, recipe["weight_decay"])
