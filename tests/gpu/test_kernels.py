@@ -83,13 +83,13 @@ def test_the_norm_kernels_give_the_plain_formulas_values_and_gradients(dtype, li
 
 @pytest.mark.parametrize("shape", [(2, 128, 3, 4, 64), (3, 1024, 3, 25, 64)])
 def test_attention_by_cudnns_front_end_is_that_of_pytorch(shape):
-    from miniseries import kernels
+    from miniseries import cudnn_attention
 
-    if not kernels.has_cudnn_front_end():
+    if not cudnn_attention.is_available():
         pytest.skip("needs the package nvidia-cudnn-frontend and a Hopper GPU")
     qkv = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     upstream = torch.randn(shape[0], shape[1], *shape[3:], device="cuda", dtype=torch.bfloat16)
-    ours = gradients_through(kernels.attention, [qkv], [upstream])
+    ours = gradients_through(cudnn_attention.attention, [qkv], [upstream])
     exact = gradients_through(formulas.attention, [qkv.float()], [upstream.float()])
     for a, b in zip(ours, exact, strict=True):
         assert distance(a, b.double()) < 1e-2

@@ -103,22 +103,31 @@ def manifest_of_run(wildcards):
     return manifest
 
 
-def until_done(path):
-    """Input function: a file that training waits for, and that counts no more once it is done.
+# Where a job must run again whose existing output is `ancient`, Snakemake 9.27 passes over all jobs
+# behind it, even those whose own output is missing. Hence the two functions that follow: what a
+# complete run is made of is never made again, and what training waits for is not `ancient` before.
 
-    `ancient` in both cases would not do: where a job must run again whose existing output is
-    `ancient`, Snakemake 9.27 passes over all jobs behind it, even those whose output is missing.
-    """
+
+def is_done(run):
+    """Whether the run is complete."""
+    return Path(f"results/train/{run}/done.json").exists()
+
+
+def until_done(path):
+    """Input function: a file that training waits for; changes count no more once it is done."""
 
     def file(wildcards):
-        is_done = Path(f"results/train/{wildcards.run}/done.json").exists()
-        return ancient(path(wildcards)) if is_done else path(wildcards)
+        found = path(wildcards)
+        return ancient(found) if is_done(wildcards.run) else found
 
     return file
 
 
-def settings_of_run(wildcards, output):
-    """Settings of the run as JSON; what may not change has been checked by `manifest_of_run`."""
+def settings_of_run(wildcards):
+    """Settings of the run as JSON; of a complete run those that it was trained with."""
+    written = Path(f"results/settings/{wildcards.run}.json")
+    if is_done(wildcards.run) and written.exists():
+        return json.dumps(json.loads(written.read_text()))
     return json.dumps(RUNS[wildcards.run])
 
 

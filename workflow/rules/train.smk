@@ -22,7 +22,7 @@ rule write_settings:
         "../envs/miniseries.yaml"
     params:
         python=interpreter,
-        settings=lambda wildcards: json.dumps(RUNS[wildcards.run]),
+        settings=settings_of_run,
     shell:
         r"""
         {params.python:q} workflow/scripts/write_settings.py \
@@ -37,6 +37,7 @@ checkpoint train:
     # The trainer itself and the check while the graph is built decide what may go on; another
     # micro-batch or a touched manifest must not train again.
     input:
+        settings=until_done(lambda wildcards: f"results/settings/{wildcards.run}.json"),
         manifest=until_done(manifest_of_run),
         questions=until_done(lambda wildcards: questions_path(wildcards.run)),
     output:
@@ -55,11 +56,10 @@ checkpoint train:
     params:
         python=interpreter,
         folder=subpath(output.done, parent=True),
-        settings=settings_of_run,
     shell:
         r"""
         {params.python:q} workflow/scripts/train_run.py \
-            --settings <(printf %s {params.settings:q}) \
+            --settings {input.settings:q} \
             --manifest {input.manifest:q} \
             --questions {input.questions:q} \
             --folder {params.folder:q} \

@@ -1,5 +1,6 @@
 """How fast the real trainer's step is on this device, and what its time is made of."""
 
+import os
 import platform
 import statistics
 import tempfile
@@ -111,6 +112,8 @@ def bench(
 ) -> None:
     """Measure one run's step and write the result."""
     result = measure(read_json(settings), manifest, steps, started, profiled_steps)
+    if os.environ.get("RANK", "0") != "0":
+        return
     write_json(output, result)
     speed = result["tokens_per_second"]
     print(

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from miniseries.distributed import World
 from miniseries.metrics import read_json, write_json
+from miniseries.shards import file_sha256
 
 # what saving and loading can raise; PyTorch's own is no Exception
 FAULTS = (Exception, CheckpointException)
@@ -144,6 +145,18 @@ def load_model_weights(folder: Path) -> dict[str, torch.Tensor]:
             f"{folder}: the checkpoint is damaged or not complete ({_reason(error)})"
         ) from error
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+
+
+def describe_files(folder: Path, run_folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and sha256 of each file of a checkpoint, by its path in the run's folder."""
+    return {
+        str(path.relative_to(run_folder)): {
+            "num_bytes": path.stat().st_size,
+            "sha256": file_sha256(path),
+        }
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def clean_up(run_folder: Path) -> None:

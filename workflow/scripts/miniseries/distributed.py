@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -90,6 +91,31 @@ def start_world(backend: str | None = None) -> World:
     else:
         mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
     return World(rank, size, num_nodes, device, mesh)
+
+
+class StopFlag:
+    """Whether Ctrl-C or TERM came, to any process of the run."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.signal: str | None = None
+
+    def watch(self) -> None:
+        """Note these signals from now on instead of ending at once."""
+
+        def note(number: int, _frame: Any) -> None:
+            self.signal = signal.Signals(number).name
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, note)
+
+    def is_up(self) -> bool:
+        """The same answer on every rank; all must ask, before each micro-step."""
+        if self.world.size == 1:
+            return self.signal is not None
+        flag = torch.tensor(int(self.signal is not None))  # on the CPU: no GPU has to wait
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
 
 
 def shard_model(model: GPT, world: World, precision: str) -> None:

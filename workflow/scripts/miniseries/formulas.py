@@ -66,6 +66,7 @@ def gradients_of_logits(
 class Formulas:
     """One implementation of each formula; those of this module are the plain ones."""
 
+    attention_name: str = "PyTorch's scaled_dot_product_attention"
     attention: Callable[..., torch.Tensor] = attention
     add_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = add_norm
     gelu_of_linear: Callable[..., torch.Tensor] = gelu_of_linear

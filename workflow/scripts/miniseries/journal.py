@@ -9,6 +9,8 @@ from typing import Any
 from miniseries.console import Console, RunningMean, step_line
 from miniseries.metrics import append_record
 
+MEBIBYTE = 1 << 20
+
 
 @dataclass(frozen=True)
 class StepReport:
@@ -77,6 +79,27 @@ class Journal:
         width = max(len(key) for key in values)
         for key, value in values.items():
             self.say(f"| {key:<{width}} | {value}")
+
+    def sizes(
+        self,
+        *,
+        num_elements: int,
+        element_bytes: int,
+        processes: int,
+        micro_batch: int,
+        sequence_length: int,
+        grad_accum_steps: int,
+    ) -> None:
+        """llm.c's lines on parameters, optimizer memory, and how a batch is divided."""
+        self.say(f"num_parameters: {num_elements} => bytes: {num_elements * element_bytes}")
+        share = num_elements * 4 / processes / MEBIBYTE  # fp32, sharded over the processes
+        for what in ("AdamW optimizer state m", "AdamW optimizer state v", "master copy of params"):
+            self.say(f"allocating {share:.0f} MiB for {what}")
+        self.say(
+            f"batch_size B={micro_batch} * seq_len T={sequence_length} * "
+            f"num_processes={processes} and total_batch_size={self.tokens_per_step}"
+        )
+        self.say(f"=> setting grad_accum_steps={grad_accum_steps}")
 
     def mfu_percent(self, tokens_per_second: float) -> float | None:
         """Model FLOP utilisation; None when the peak of the device is unknown."""

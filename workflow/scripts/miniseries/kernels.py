@@ -1,25 +1,24 @@
 """The formulas of `formulas.py` for NVIDIA GPUs; tests hold each against its plain one.
 
-Libraries come first: cuBLAS and cuDNN through PyTorch, cuDNN's own front end for attention where it
-is installed. The Triton kernels do in one pass over memory what would take several.
+Libraries come first: cuBLAS and cuDNN through PyTorch, and cuDNN's own front end for attention
+where it is installed. The Triton kernels do in one pass over memory what would take several.
 """
 
-import functools
-import importlib.util
-import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from miniseries import formulas
+from miniseries import cudnn_attention, formulas
 from miniseries.formulas import LAYER_NORM_EPSILON, Formulas
 
-CLASSIFIER_COLUMNS = 8192  # logits of one row at a time: seven rounds for GPT-2's vocabulary
-GELU_ROWS, GELU_COLUMNS = 16, 256  # tile of the GELU kernel, bf16: 8 KiB
-GELU_ROWS_PER_PROGRAM = 512
-NORM_PROGRAMS_PER_PROCESSOR = 4  # of the backward of the norm; each sums over its rows
+# Block sizes and warps: the fastest of those tried on an H200 for the shapes of 124M and 1558M
+CLASSIFIER_COLUMNS, CLASSIFIER_WARPS = 4096, 8
+GELU_ROWS, GELU_COLUMNS, GELU_ROWS_PER_PROGRAM, GELU_WARPS = 16, 128, 512, 4
+NORM_COLUMNS_PER_WARP = 512
+NORM_COLUMNS_PER_PROCESSOR = 8192  # of all programs of the norm's backward on one processor
 SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 CUBIC = tl.constexpr(0.044715)  # GELU's tanh form, Hendrycks and Gimpel 2016
 
@@ -66,7 +65,14 @@ def gradients_of_logits(
     rows, padded_size = logits.shape
     losses = torch.empty(rows, device=logits.device, dtype=torch.float32)
     _classifier_kernel[(rows,)](
-        logits, targets, losses, scale, vocab_size, padded_size, CLASSIFIER_COLUMNS, num_warps=32
+        logits,
+        targets,
+        losses,
+        scale,
+        vocab_size,
+        padded_size,
+        CLASSIFIER_COLUMNS,
+        num_warps=CLASSIFIER_WARPS,
     )
     return losses.sum(), logits
 
@@ -123,7 +129,7 @@ def gelu_backward(x: torch.Tensor, upstream: torch.Tensor) -> tuple[torch.Tensor
     sums = torch.empty((strips, columns), device=x.device, dtype=torch.float32)
     _gelu_backward_kernel[(triton.cdiv(columns, GELU_COLUMNS), strips)](
         x, upstream, gradient, sums, rows, columns,
-        GELU_ROWS, GELU_COLUMNS, GELU_ROWS_PER_PROGRAM, num_warps=4,
+        GELU_ROWS, GELU_COLUMNS, GELU_ROWS_PER_PROGRAM, num_warps=GELU_WARPS,
     )  # fmt: skip
     return gradient, sums.sum(dim=0)
 
@@ -224,7 +230,7 @@ def add_norm_forward(
     block = triton.next_power_of_2(columns)
     _add_norm_kernel[(rows,)](
         x, delta, weight, bias, total, normed, mean, rstd,
-        columns, LAYER_NORM_EPSILON, block, num_warps=max(1, min(8, block // 256)),
+        columns, LAYER_NORM_EPSILON, block, num_warps=max(1, block // NORM_COLUMNS_PER_WARP),
     )  # fmt: skip
     return total, normed, mean, rstd
 
@@ -243,8 +249,8 @@ def add_norm_backward(
     weight: torch.Tensor,
     upstream: torch.Tensor,
     residual: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients by x (the same by delta), (N, C), and by weight and bias of the norm, (C,) float32.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradient by x and by delta, (N, C); by weight and bias of the norm, (2, C) float32.
 
     Args:
         total: (N, C), x + delta.
@@ -253,22 +259,20 @@ def add_norm_backward(
     """
     rows, columns = total.shape
     processors = torch.cuda.get_device_properties(total.device).multi_processor_count
-    programs = min(rows, NORM_PROGRAMS_PER_PROCESSOR * processors)
+    block = triton.next_power_of_2(columns)
+    programs = min(rows, processors * max(1, NORM_COLUMNS_PER_PROCESSOR // block))
     gradient = torch.empty_like(total)
     sums = torch.empty((2, programs, columns), device=total.device, dtype=torch.float32)
-    block = triton.next_power_of_2(columns)
     _add_norm_backward_kernel[(programs,)](
         total, mean, rstd, weight, upstream, residual, gradient, sums[0], sums[1],
-        rows, columns, block, num_warps=max(1, min(8, block // 256)),
+        rows, columns, block, num_warps=max(1, block // NORM_COLUMNS_PER_WARP),
     )  # fmt: skip
-    weight_gradient, bias_gradient = sums.sum(dim=1)
-    return gradient, weight_gradient.clone(), bias_gradient.clone()
+    return gradient, sums.sum(dim=1)
 
 
 @add_norm_backward.register_fake
 def _(total, mean, rstd, weight, upstream, residual):
-    row = total.new_empty(total.shape[1], dtype=torch.float32)
-    return torch.empty_like(total), row, torch.empty_like(row)
+    return torch.empty_like(total), total.new_empty(2, total.shape[1], dtype=torch.float32)
 
 
 class _AddNorm(torch.autograd.Function):
@@ -284,9 +288,9 @@ class _AddNorm(torch.autograd.Function):
     def backward(ctx, residual, upstream):
         total, mean, rstd, weight = ctx.saved_tensors
         rows = upstream.contiguous().flatten(0, -2), residual.contiguous().flatten(0, -2)
-        gradient, by_weight, by_bias = add_norm_backward(total, mean, rstd, weight, *rows)
+        gradient, parameters = add_norm_backward(total, mean, rstd, weight, *rows)
         gradient = gradient.view(upstream.shape)
-        return gradient, gradient, by_weight.to(weight.dtype), by_bias.to(weight.dtype)
+        return gradient, gradient, *parameters.to(weight.dtype).unbind(0)
 
 
 def add_norm(
@@ -296,164 +300,20 @@ def add_norm(
     return _AddNorm.apply(x, delta, weight, bias)
 
 
-# ---- attention by cuDNN's front end -----------------------------------------------------------
-
-
-class _CudnnAttention:
-    """cuDNN's graphs for one shape, reading and writing queries, keys and values in one tensor.
-
-    PyTorch's own call of the same kernels leaves three gradients that must be packed again.
-    """
-
-    def __init__(self, batch: int, length: int, heads: int, size: int) -> None:
-        import cudnn
-
-        self.cudnn, self.shape = cudnn, (batch, heads, length, size)
-        self.handle = cudnn.create_handle()
-        packed = (3 * length * heads * size, size, 3 * heads * size, 1)
-        plain = (length * heads * size, size, heads * size, 1)
-        self.forward, self.forward_tensors = self._forward_graph(packed, plain)
-        self.backward, self.backward_tensors = self._backward_graph(packed, plain)
-
-    def _graph(self):
-        types = self.cudnn.data_type
-        return self.cudnn.pygraph(
-            io_data_type=types.BFLOAT16,
-            intermediate_data_type=types.FLOAT,
-            compute_data_type=types.FLOAT,
-            handle=self.handle,
-        )
-
-    def _stats(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        batch, heads, length, _ = self.shape
-        return (batch, heads, length, 1), (heads * length, length, 1, 1)
-
-    def _build(self, graph) -> None:
-        graph.validate()
-        graph.build_operation_graph()
-        graph.create_execution_plans([self.cudnn.heur_mode.A])
-        graph.check_support()
-        graph.build_plans()
-
-    def _inputs(self, graph, names: str, stride: tuple[int, ...]):
-        bf16 = self.cudnn.data_type.BFLOAT16
-        return [graph.tensor(name=n, dim=self.shape, stride=stride, data_type=bf16) for n in names]
-
-    def _forward_graph(self, packed, plain):
-        graph = self._graph()
-        q, k, v = self._inputs(graph, "qkv", packed)
-        scale = 1 / math.sqrt(self.shape[-1])
-        out, stats = graph.sdpa(
-            name="attention", q=q, k=k, v=v,
-            generate_stats=True, attn_scale=scale, use_causal_mask=True,
-        )  # fmt: skip
-        out.set_output(True).set_dim(self.shape).set_stride(plain)
-        dim, stride = self._stats()
-        stats.set_output(True).set_dim(dim).set_stride(stride)
-        stats.set_data_type(self.cudnn.data_type.FLOAT)
-        self._build(graph)
-        return graph, (q, k, v, out, stats)
-
-    def _backward_graph(self, packed, plain):
-        graph = self._graph()
-        q, k, v = self._inputs(graph, "qkv", packed)
-        out, upstream = self._inputs(graph, "ou", plain)
-        dim, stride = self._stats()
-        float32 = self.cudnn.data_type.FLOAT
-        stats = graph.tensor(name="stats", dim=dim, stride=stride, data_type=float32)
-        gradients = graph.sdpa_backward(
-            name="attention_backward", q=q, k=k, v=v, o=out, dO=upstream, stats=stats,
-            attn_scale=1 / math.sqrt(self.shape[-1]), use_causal_mask=True,
-        )  # fmt: skip
-        for gradient in gradients:
-            gradient.set_output(True).set_dim(self.shape).set_stride(packed)
-        self._build(graph)
-        return graph, (q, k, v, out, upstream, stats, *gradients)
-
-    def run(self, graph, places, tensors) -> None:
-        """Execute one graph on the current stream."""
-        device = tensors[0].device
-        workspace = torch.empty(
-            max(1, graph.get_workspace_size()), device=device, dtype=torch.uint8
-        )
-        stream = torch.cuda.current_stream(device).cuda_stream
-        self.cudnn.set_stream(handle=self.handle, stream=stream)
-        graph.execute(dict(zip(places, tensors, strict=True)), workspace, handle=self.handle)
-
-
-@functools.cache
-def _cudnn_attention(batch: int, length: int, heads: int, size: int) -> _CudnnAttention:
-    return _CudnnAttention(batch, length, heads, size)
-
-
-@torch.library.custom_op("miniseries::attention", mutates_args=())
-def attention_forward(qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of (B, T, 3, H, D) bf16; (B, T, H, D), and what the backward needs."""
-    batch, length, _, heads, size = qkv.shape
-    out = qkv.new_empty(batch, length, heads, size)
-    stats = torch.empty(batch, heads, length, 1, device=qkv.device, dtype=torch.float32)
-    graphs = _cudnn_attention(batch, length, heads, size)
-    graphs.run(graphs.forward, graphs.forward_tensors, (*qkv.unbind(2), out, stats))
-    return out, stats
-
-
-@attention_forward.register_fake
-def _(qkv):
-    batch, length, _, heads, size = qkv.shape
-    stats = qkv.new_empty(batch, heads, length, 1, dtype=torch.float32)
-    return qkv.new_empty(batch, length, heads, size), stats
-
-
-@torch.library.custom_op("miniseries::attention_backward", mutates_args=())
-def attention_backward(
-    qkv: torch.Tensor, out: torch.Tensor, stats: torch.Tensor, upstream: torch.Tensor
-) -> torch.Tensor:
-    """Gradient by (B, T, 3, H, D) queries, keys and values."""
-    batch, length, _, heads, size = qkv.shape
-    gradient = torch.empty_like(qkv)
-    graphs = _cudnn_attention(batch, length, heads, size)
-    tensors = (*qkv.unbind(2), out, upstream, stats, *gradient.unbind(2))
-    graphs.run(graphs.backward, graphs.backward_tensors, tensors)
-    return gradient
-
-
-@attention_backward.register_fake
-def _(qkv, out, stats, upstream):
-    return torch.empty_like(qkv)
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, qkv):
-        qkv = qkv.contiguous()
-        out, stats = attention_forward(qkv)
-        ctx.save_for_backward(qkv, out, stats)
-        return out
-
-    @staticmethod
-    def backward(ctx, upstream):
-        return attention_backward(*ctx.saved_tensors, upstream.contiguous())
-
-
-def attention(qkv: torch.Tensor) -> torch.Tensor:
-    """See `formulas`; cuDNN through its front end when training in bf16, else PyTorch's choice."""
-    if qkv.dtype == torch.bfloat16 and torch.is_grad_enabled():
-        return _Attention.apply(qkv)
-    return formulas.attention(qkv)
-
-
-def has_cudnn_front_end() -> bool:
-    """Whether the package nvidia-cudnn-frontend is installed and the GPU is Hopper or newer."""
-    found = importlib.util.find_spec("cudnn") is not None
-    return found and torch.cuda.get_device_capability() >= (9, 0)
-
-
 def fast_formulas() -> Formulas:
     """The fastest implementations that this GPU and its software have."""
+    compiled_losses = torch.compile(formulas.losses_of_logits, dynamic=False)
+    if torch.cuda.get_device_capability() < (8, 0):  # our kernels are tried on Hopper alone
+        compiled_gradients = torch.compile(formulas.gradients_of_logits, dynamic=False)
+        return Formulas(losses_of_logits=compiled_losses, gradients_of_logits=compiled_gradients)
+    chosen: dict[str, Any] = {}
+    if cudnn_attention.is_available():
+        name = "cuDNN through its front end (evaluation: PyTorch's choice)"
+        chosen = {"attention": cudnn_attention.attention, "attention_name": name}
     return Formulas(
-        attention=attention if has_cudnn_front_end() else formulas.attention,
         add_norm=add_norm,
         gelu_of_linear=gelu_of_linear,
-        losses_of_logits=torch.compile(formulas.losses_of_logits, dynamic=False),
+        losses_of_logits=compiled_losses,
         gradients_of_logits=gradients_of_logits,
+        **chosen,
     )

@@ -3,8 +3,8 @@
 import contextlib
 import math
 import platform
-import signal
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from miniseries import checkpoint
 from miniseries.distributed import (
+    StopFlag,
     World,
     peak_tflops,
     reshard,
@@ -29,10 +30,9 @@ from miniseries.model import GPT, GPTConfig, init_weights
 from miniseries.optimizer import ZScore, clip_gradients, make_optimizer
 from miniseries.schedule import learning_rate_at
 from miniseries.scoring import encode_questions, hellaswag_scores, validation_loss
-from miniseries.shards import DOCUMENT_MARK, Manifest, file_sha256, load_manifest
+from miniseries.shards import DOCUMENT_MARK, Manifest, load_manifest
 
 STOPPED = 130  # exit code of a run that a signal ended; everything up to its last step is saved
-MEBIBYTE = 1 << 20
 # First choice first: on Hopper cuDNN's kernels take about half of FlashAttention-2's time
 ATTENTION_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -79,7 +79,8 @@ class Trainer:
     ) -> None:
         self.settings, self.recipe, self.machine = settings, settings["recipe"], settings["machine"]
         self.manifest, self.folder, self.world = manifest, folder, world
-        self.stop_signal: str | None = None
+        self.stop_flag = StopFlag(world)
+        self._queued: deque[torch.cuda.Event] = deque()
         self.max_steps = self.recipe["max_steps"]
         self.tokens_per_step = self.recipe["total_batch_tokens"]
         self._split_batch()
@@ -174,24 +175,22 @@ class Trainer:
 
     def announce(self) -> None:
         """The table of settings, and the lines that llm.c prints at its start."""
-        say, device = self.journal.say, self.world.device
+        device = self.world.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         resolved = {"processes": self.world.size, "compiled": self.compiled}
         resolved["device"] = name or f"{device.type}, {torch.get_num_threads()} threads a process"
-        resolved["attention"] = "cuDNN, else flash" if name else "PyTorch's for the CPU"
+        resolved["attention"] = self.model.formulas.attention_name
         run = {"run": self.settings["run"]}
         self.journal.table(run | self.recipe | self.machine | resolved | versions)
-        element_bytes = 2 if self.recipe["precision"] == "bf16" else 4
-        say(f"num_parameters: {self.num_elements} => bytes: {self.num_elements * element_bytes}")
-        share = self.num_elements * 4 / self.world.size / MEBIBYTE
-        for what in ("AdamW optimizer state m", "AdamW optimizer state v", "master copy of params"):
-            say(f"allocating {share:.0f} MiB for {what}")
-        say(
-            f"batch_size B={self.micro_batch} * seq_len T={self.recipe['sequence_length']} * "
-            f"num_processes={self.world.size} and total_batch_size={self.tokens_per_step}"
+        self.journal.sizes(
+            num_elements=self.num_elements,
+            element_bytes=2 if self.recipe["precision"] == "bf16" else 4,
+            processes=self.world.size,
+            micro_batch=self.micro_batch,
+            sequence_length=self.recipe["sequence_length"],
+            grad_accum_steps=self.grad_accum_steps,
         )
-        say(f"=> setting grad_accum_steps={self.grad_accum_steps}")
         self.journal.start(
             fingerprint=self.settings["fingerprint"],
             world_size=self.world.size,
@@ -216,11 +215,14 @@ class Trainer:
         start = time.perf_counter()
         loss_sum = torch.zeros((), device=self.world.device)
         for micro_step in range(self.grad_accum_steps):
+            if self.stop_flag.is_up():
+                self.stop(step)  # drops what there is of this step
             set_last_micro_step(self.model, micro_step == self.grad_accum_steps - 1)
             tokens, targets = self.loader.micro_batch_at(step, micro_step)
             loss = self.model(tokens, targets) / self.grad_accum_steps
             loss.backward()
             loss_sum += loss.detach()
+            self._pace()
         norm = clip_gradients(self.model, self.world.mesh.get_group("shard"))
         dist.all_reduce(loss_sum)
         loss, norm = torch.stack(
@@ -322,20 +324,14 @@ class Trainer:
         due = self._due(step, self.machine["checkpoint_every_steps"])
         return due or step in self.machine["export_steps"]
 
-    def watch_signals(self) -> None:
-        """Let Ctrl-C and TERM end the run after the present step, with a checkpoint."""
-
-        def note(number: int, _frame: Any) -> None:
-            self.stop_signal = signal.Signals(number).name
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, note)
-
-    def _stop_wanted(self) -> bool:
-        """True on every rank when a signal reached any of them."""
-        flag = torch.tensor(float(self.stop_signal is not None), device=self.world.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
+    def _pace(self) -> None:
+        """Queue at most two micro-steps on the GPU, so that a stop never waits for a whole step."""
+        if self.world.device.type != "cuda":
+            return
+        self._queued.append(torch.cuda.Event())
+        self._queued[-1].record()
+        if len(self._queued) > 2:
+            self._queued.popleft().synchronize()
 
     def run(self) -> float:
         """Train to the last step.
@@ -346,7 +342,7 @@ class Trainer:
         Raises:
             SystemExit: a signal came; the last whole step is saved.
         """
-        self.watch_signals()
+        self.stop_flag.watch()
         self.announce()
         val_loss = math.nan
         for step in range(self.first_step, self.max_steps + 1):
@@ -356,8 +352,6 @@ class Trainer:
                 self.sample(step)
             if step == self.max_steps:
                 break
-            if self._stop_wanted():
-                self.stop(step)
             self.journal.step(self.train_step(step))
             if self._saves_at(step + 1):
                 self.save(step + 1)
@@ -365,8 +359,9 @@ class Trainer:
 
     def stop(self, step: int) -> None:
         """Save the last whole step and leave."""
+        reshard(self.model)
         self.save(step)
-        self.journal.record("stop", step, signal=self.stop_signal)
+        self.journal.record("stop", step, signal=self.stop_flag.signal)
         self.journal.say(f"stopped at step {step}; the same command goes on from here")
         self.journal.close()
         raise SystemExit(STOPPED)
@@ -378,7 +373,6 @@ class Trainer:
         if times:
             self.journal.say(f"total average iteration time: {sum(times) / len(times):f} ms")
         folder = checkpoint.checkpoint_folder(self.folder, self.max_steps)
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
         self.journal.record("done", self.max_steps, wall_seconds=self.wall_seconds())
         content = {
             "run": self.settings["run"],
@@ -386,13 +380,7 @@ class Trainer:
             "fingerprint": self.settings["fingerprint"],
             "data_fingerprint": self.manifest.fingerprint,
             "checkpoint": str(folder.relative_to(self.folder)),
-            "files": {
-                str(path.relative_to(self.folder)): {
-                    "num_bytes": path.stat().st_size,
-                    "sha256": file_sha256(path),
-                }
-                for path in files
-            },
+            "files": checkpoint.describe_files(folder, self.folder),
             "val_loss_nats": val_loss,
             "wall_seconds": self.wall_seconds(),
         }
