@@ -119,6 +119,17 @@ def test_stopped_and_resumed_is_bitwise_what_an_unbroken_run_is(
     assert weights_hash(tmp_path, 12) == weights_hash(unbroken[0], 12)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_of_two_processes_is_quiet_saves_and_leaves_none_behind(manifest, tmp_path, number):
+    settings = make_settings(tmp_path / "in.json", gpus=2, max_steps=500)
+    code, output = kill_at(tmp_path, settings, manifest, 3, number)
+    assert code == trainer.STOPPED
+    assert "Traceback" not in output and output.count("stopped at step") == 1
+    assert saved_steps(tmp_path)[-1] >= 3
+    listing = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True)
+    assert listing.stdout == ""
+
+
 def test_four_processes_then_two_then_one_go_on_with_the_same_losses(unbroken, manifest, tmp_path):
     for gpus, steps in [(4, 4), (2, 8), (1, 12)]:
         if steps < 12:  # let a run of fewer steps end, then take its end away: a stop at that step
@@ -267,7 +278,7 @@ def test_processes_that_cannot_share_a_batch_equally_are_refused(manifest, tmp_p
     result = train_here(settings, manifest, tmp_path)
     assert result.returncode == 1
     assert "which 3 processes cannot share equally; set machine.gpus" in result.stderr
-    assert result.stderr.splitlines()[-1].startswith("error: training ended with exit code")
+    assert result.stderr.splitlines()[-1].startswith("error: process ")
 
 
 def test_a_damaged_shard_ends_the_run_before_its_first_step(manifest, tmp_path):

@@ -15,8 +15,8 @@ from miniseries import cudnn_attention, formulas
 from miniseries.formulas import LAYER_NORM_EPSILON, Formulas
 
 # Block sizes and warps: the fastest of those tried on an H200 for the shapes of 124M and 1558M
-CLASSIFIER_COLUMNS, CLASSIFIER_WARPS = 4096, 8
-GELU_ROWS, GELU_COLUMNS, GELU_ROWS_PER_PROGRAM, GELU_WARPS = 16, 128, 512, 4
+CLASSIFIER_COLUMNS, CLASSIFIER_WARPS = 2048, 4
+GELU_ROWS, GELU_COLUMNS, GELU_ROWS_PER_PROGRAM, GELU_WARPS = 8, 128, 256, 4
 NORM_COLUMNS_PER_WARP = 512
 NORM_COLUMNS_PER_PROCESSOR = 8192  # of all programs of the norm's backward on one processor
 SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)

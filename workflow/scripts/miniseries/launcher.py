@@ -2,13 +2,16 @@
 
 import fcntl
 import os
-import signal
-import subprocess
 import sys
+import uuid
 from pathlib import Path
 from typing import IO, Any
 
-from miniseries.distributed import die_with_parent, num_local_processes
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from miniseries.distributed import num_local_processes
 from miniseries.metrics import read_json, write_json
 from miniseries.settings import check_frozen
 from miniseries.shards import load_manifest
@@ -75,26 +78,30 @@ def launch(
 def _run_workers(
     processes: int, manifest: Path, questions: Path | None, folder: Path, done: Path
 ) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={processes}", str(Path(sys.argv[0]).resolve())]
-    command += ["--manifest", str(manifest), "--folder", str(folder), "--done", str(done)]
-    command += ["--questions", str(questions)] if questions else []
+    """What torchrun does, in this process: its errors become ours, without its tracebacks."""
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    agent = subprocess.Popen(command, env=environment, preexec_fn=die_with_parent)
-    received: list[int] = []
-
-    def forward(number: int, _frame: Any) -> None:
-        received.append(number)
-        agent.send_signal(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, forward)
-    code = agent.wait()
-    if received:
-        raise SystemExit(STOPPED)
-    if code != 0:
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # the workers'
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",  # a free port: two runs never meet
+        max_restarts=0,
+    )
+    arguments = ["--manifest", str(manifest), "--folder", str(folder), "--done", str(done)]
+    arguments += ["--questions", str(questions)] if questions else []
+    try:
+        elastic_launch(config, sys.executable)(str(Path(sys.argv[0]).resolve()), *arguments)
+    except SignalException:  # workers had the signal too, and 30 seconds to save
+        raise SystemExit(STOPPED) from None
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        if failure.exitcode == STOPPED:
+            raise SystemExit(STOPPED) from None
         raise ValueError(
-            f"training ended with exit code {code}; the first error above says why. Checkpoints in "
-            f"{folder / 'checkpoints'} are kept; the same command goes on from the newest"
-        )
+            f"process {failure.local_rank} of the run ended with exit code {failure.exitcode}; the "
+            f"first error above says why. Checkpoints in {folder / 'checkpoints'} are kept; the "
+            "same command goes on from the newest"
+        ) from None
