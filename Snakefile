@@ -34,8 +34,9 @@ rule all:
     input:
         pages(DEFAULT_RUNS, ["scores", "samples"]),
         [figures_after_training(run) for run in DEFAULT_RUNS],
+        series_after_training("miniseries", DEFAULT_RUNS),
         [
-            series_after_training(name)
+            series_after_training(name, SWEEPS[name])
             for name in config["default_runs"]
             if name in SWEEPS
         ],
@@ -47,7 +48,7 @@ rule miniseries:
     input:
         pages(SERIES, ["scores"]),
         [figures_after_training(run) for run in SERIES],
-        series_after_training("miniseries"),
+        series_after_training("miniseries", SERIES),
         summary_after_evaluation(SERIES),
 
 
@@ -65,7 +66,7 @@ for name, runs in TARGETS.items():
             f"train_{name}"
         input:
             expand("results/train/{run}/done.json", run=runs),
-            [series_after_training(name)] if name in SWEEPS else [],
+            [series_after_training(name, runs)] if name in SWEEPS else [],
 
     rule:
         """Export the last step and those of `export_steps:` in Hugging Face's format."""

@@ -95,22 +95,28 @@ def test_touched_data_make_nothing_again(finished_project):
     assert finished_project.jobs("all", "plots") == {}
 
 
-def test_other_speed_only_rewrites_the_settings(finished_project):
+def test_other_speed_changes_nothing_of_a_finished_run(finished_project):
     finished_project.edit("config/config.yaml", "    micro_batch: 8\n", "    micro_batch: 2\n")
     finished_project.edit("config/config.yaml", "  gpus: auto", "  gpus: 1")
-    jobs = {"write_settings": 1, "render_settings": 1, "all": 1}
-    assert finished_project.jobs() == jobs
-    finished_project.succeed()
     assert finished_project.jobs() == {}
-    settings = finished_project.folder / "results/settings/tiny.json"
+    assert finished_project.jobs("train_tiny") == {}
+
+
+def test_other_speed_reaches_a_run_that_goes_on(project):
+    project.write("fail_training", "")
+    project.run("train_tiny")
+    project.edit("config/config.yaml", "    micro_batch: 8\n", "    micro_batch: 2\n")
+    (project.folder / "fail_training").unlink()
+    assert project.jobs("train_tiny") == {"write_settings": 1, "train": 1, "train_tiny": 1}
+    project.succeed("train_tiny")
+    settings = project.folder / "results/settings/tiny.json"
     assert json.loads(settings.read_text())["machine"]["micro_batch"] == 2
-    assert finished_project.calls.count("train_run") == 1
 
 
 def test_other_look_only_draws_again(finished_project):
     finished_project.edit("config/config.yaml", "  dpi: 150", "  dpi: 80")
-    assert finished_project.jobs() == {"plot_run": 1, "all": 1}
-    assert finished_project.jobs("plots") == {"plot_run": 1, "plots": 1}
+    assert finished_project.jobs() == {"plot_run": 1, "plot_series": 1, "all": 1}
+    assert finished_project.jobs("plots") == {"plot_run": 1, "plot_series": 1, "plots": 1}
 
 
 def test_other_recipe_is_refused_and_the_finished_run_stays(finished_project):
@@ -164,7 +170,7 @@ def test_failed_training_keeps_its_log_and_is_drawn_and_goes_on(project):
     assert "error: told to fail" in result.stdout
     assert (project.folder / "results/train/tiny/metrics.jsonl").exists()
     assert project.calls.count("train_run") == 3, "two retries"
-    figures = {"plot_run": 1, "write_summary": 1, "render_summary": 1}
+    figures = {"plot_run": 1, "plot_series": 1, "write_summary": 1, "render_summary": 1}
     assert project.jobs("plots") == figures | {"plots": 1}
     project.succeed("plots")
     assert project.jobs("plots") == {}

@@ -31,7 +31,8 @@ RUNS, DATASETS, SWEEPS = CATALOGUE.runs, CATALOGUE.datasets, CATALOGUE.sweeps
 TARGETS = {run: [run] for run in RUNS} | SWEEPS
 DEFAULT_RUNS = [run for name in config["default_runs"] for run in TARGETS[name]]
 SERIES = [run for name in config["series"] for run in TARGETS[name]]
-SERIES_FIGURES = {"miniseries": SERIES} | SWEEPS
+# Runs drawn together: each sweep by itself, all others in the figure of the miniseries.
+SERIES_FIGURES = {"miniseries": [name for name in TARGETS if name in RUNS]} | SWEEPS
 ON_HUB = [name for name, entry in DATASETS.items() if entry["source"] == "hub-shards"]
 LOCAL = [name for name in DATASETS if name not in ON_HUB]
 
@@ -231,11 +232,11 @@ def figures_after_training(run):
     return figures
 
 
-def series_after_training(name):
-    """Input function: the figure of the miniseries or a sweep, once all its runs are trained."""
+def series_after_training(name, runs):
+    """Input function: the figure of the miniseries or a sweep, once these runs are trained."""
 
     def figure(wildcards):
-        for run in SERIES_FIGURES[name]:
+        for run in runs:
             checkpoints.train.get(run=run)
         return f"results/plots/{name}.png"
 
