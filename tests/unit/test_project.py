@@ -154,15 +154,6 @@ def test_constraints_pin_every_dependency_within_its_range():
         assert pinned[plain(requirement.name)] in requirement.specifier, requirement.name
 
 
-def test_the_conda_environment_asks_for_the_same_ranges():
-    environment = yaml.safe_load((ROOT / "workflow/envs/miniseries.yaml").read_text())
-    (lines,) = [part["pip"] for part in environment["dependencies"] if isinstance(part, dict)]
-    ranges = {plain(line): line for line in PROJECT["dependencies"]}
-    assert {plain(line): line for line in lines} == {
-        name: line for name, line in ranges.items() if name not in ("snakemake", "pyyaml")
-    }
-
-
 # ---- documents ------------------------------------------------------------------------------
 
 
