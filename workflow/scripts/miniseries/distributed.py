@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import sys
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,6 +125,8 @@ def shard_model(model: GPT, world: World, precision: str) -> None:
     Whole weights are gathered once a step, in the compute precision, and stay until the last
     micro-step's backward; gradients are summed in fp32.
     """
+    # a block hands on a linear layer's output, a view; nothing here works in place on it
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     policy = MixedPrecisionPolicy(
         param_dtype=COMPUTE_DTYPES[precision], reduce_dtype=torch.float32, cast_forward_inputs=False
     )
