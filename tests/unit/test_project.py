@@ -17,11 +17,11 @@ PACKAGE = SCRIPTS / "miniseries"
 MODULES = sorted(path for path in PACKAGE.glob("*.py") if path.stem != "__init__")
 README = (ROOT / "README.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-TEST_TOOLS = PROJECT["optional-dependencies"]["test"]
+EXTRAS = [line for extra in PROJECT["optional-dependencies"].values() for line in extra]
 # What a distribution is imported as, where that is not its own name.
 IMPORTED_AS = {"pyyaml": "yaml"}
-# Used where they are there, never required: Triton comes with PyTorch for NVIDIA GPUs, `cudnn`
-# is nvidia-cudnn-frontend.
+# Used where they are there, never required: Triton comes with PyTorch for NVIDIA GPUs, `cudnn` is
+# nvidia-cudnn-frontend, of the extra `gpu`.
 OPTIONAL = {"triton", "cudnn"}
 
 
@@ -100,7 +100,7 @@ def command_with(word: str) -> str:
 def test_no_script_or_module_is_named_like_python_s_or_a_dependency_s():
     # scripts' folders come first on the path: tokenize.py would break `import torch`, and
     # evaluate.py hide what lm-eval imports
-    taken = set(sys.stdlib_module_names) | modules_of(PROJECT["dependencies"] + TEST_TOOLS)
+    taken = set(sys.stdlib_module_names) | modules_of(PROJECT["dependencies"] + EXTRAS)
     taken |= OPTIONAL | {"evaluate", "lm_eval", "miniseries"}
     names = {path.stem for path in SCRIPTS.glob("*.py")} | {path.stem for path in MODULES}
     assert not names & taken
@@ -150,7 +150,7 @@ def test_constraints_pin_every_dependency_within_its_range():
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines), "no local versions"
     pinned = {plain(line): line.split("==")[1] for line in lines}
     assert len(pinned) == len(lines)
-    for requirement in map(Requirement, PROJECT["dependencies"] + TEST_TOOLS):
+    for requirement in map(Requirement, PROJECT["dependencies"] + EXTRAS):
         assert pinned[plain(requirement.name)] in requirement.specifier, requirement.name
 
 

@@ -101,7 +101,7 @@ def kill_at(folder, settings, manifest, step, number):
     return process.returncode, output
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_stopped_and_resumed_is_bitwise_what_an_unbroken_run_is(
     unbroken, manifest, tmp_path, number
 ):

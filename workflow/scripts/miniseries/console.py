@@ -1,5 +1,6 @@
 """What a run says: llm.c's lines, a progress bar on a terminal, plain lines elsewhere."""
 
+import contextlib
 import math
 import sys
 import time
@@ -51,6 +52,7 @@ class Console:
             total=max_steps,
             initial=first_step,
             unit="step",
+            bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]",
             dynamic_ncols=True,
             disable=not sys.stdout.isatty(),
             file=sys.stdout,
@@ -61,12 +63,13 @@ class Console:
         """Print one line, above the bar where there is one."""
         if not self.is_main:
             return
-        if self.bar.disable:
-            print(text, flush=True)
-        else:
-            self.bar.write(text, file=sys.stdout)
         self.log.write(text + "\n")
         self.log.flush()
+        with contextlib.suppress(OSError):  # the terminal may be gone, the run goes on or saves
+            if self.bar.disable:
+                print(text, flush=True)
+            else:
+                self.bar.write(text, file=sys.stdout)
 
     def advance(self, step: int, seconds_per_step: float) -> None:
         """Show that `step` steps are done; now and then a line with the time that is left."""
@@ -74,8 +77,9 @@ class Console:
             return
         left = (self.max_steps - step) * seconds_per_step
         if not self.bar.disable:
-            self.bar.update(step - self.bar.n)
             self.bar.set_postfix_str(f"{duration(left)} left", refresh=False)
+            with contextlib.suppress(OSError):
+                self.bar.update(step - self.bar.n)
         elif time.monotonic() - self._last_eta > SECONDS_BETWEEN_ETA_LINES:
             self._last_eta = time.monotonic()
             self.line(f"eta {duration(left)} for the {self.max_steps - step} steps left")
@@ -83,8 +87,9 @@ class Console:
     def close(self) -> None:
         """End the bar and the log."""
         if self.is_main:
-            self.bar.close()
             self.log.close()
+            with contextlib.suppress(OSError):
+                self.bar.close()
 
 
 class RunningMean:

@@ -1,5 +1,6 @@
 """Processes and devices: one code path from one CPU process to many nodes."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -95,7 +96,7 @@ def start_world(backend: str | None = None) -> World:
 
 
 class StopFlag:
-    """Whether Ctrl-C or TERM came, to any process of the run."""
+    """Whether Ctrl-C, TERM or the end of the terminal came, to any process of the run."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -105,9 +106,12 @@ class StopFlag:
         """Note these signals from now on instead of ending at once."""
 
         def note(number: int, _frame: Any) -> None:
+            if self.signal is None and self.world.is_main:
+                with contextlib.suppress(OSError):  # the terminal may be gone
+                    os.write(1, b"stopping: the last whole step is saved, please wait\n")
             self.signal = signal.Signals(number).name
 
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, note)
 
     def is_up(self) -> bool:

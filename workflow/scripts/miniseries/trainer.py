@@ -3,6 +3,7 @@
 import contextlib
 import math
 import platform
+import subprocess
 import time
 from collections import deque
 from pathlib import Path
@@ -40,6 +41,15 @@ ATTENTION_BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+
+
+def source_commit() -> str | None:
+    """Commit of the code that trains, with `-dirty` where files were changed; None without git."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def attention_kernels(device: torch.device) -> contextlib.AbstractContextManager:
@@ -178,6 +188,8 @@ class Trainer:
         device = self.world.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         versions = {"python": platform.python_version(), "torch": torch.__version__}
+        versions |= {"commit": source_commit(), "host": platform.node()}
+        versions |= {"started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
         resolved = {"processes": self.world.size, "compiled": self.compiled}
         resolved["device"] = name or f"{device.type}, {torch.get_num_threads()} threads a process"
         resolved["attention"] = self.model.formulas.attention_name
