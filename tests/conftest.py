@@ -5,7 +5,6 @@ import signal
 
 # One thread a process: tests run side by side, and threads that wait for each other crawl.
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, nohup lets them ignore
 # the end of the terminal, and what they start inherits it; the tests of signals need them heard.
