@@ -76,6 +76,13 @@ for name, runs in TARGETS.items():
             exports(runs),
 
     rule:
+        """Write the same checkpoints as files that llm.c reads."""
+        name:
+            f"llmc_{name}"
+        input:
+            expand("results/llmc/{model}/model.bin", model=models_of(runs)),
+
+    rule:
         """Measure validation loss and HellaSwag of each export."""
         name:
             f"evaluate_{name}"

@@ -17,7 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from miniseries import export
 from miniseries.encode import gpt2_encoding
-from miniseries.export import export_model, load_export, score_export
+from miniseries.evaluation import score_export
+from miniseries.export import export_llmc, export_model
+from miniseries.huggingface import load_export
+from miniseries.llmc import read_model
 from miniseries.model import GPT, GPTConfig
 from miniseries.scoring import encode_questions, hellaswag_scores, validation_loss
 from miniseries.shards import build_manifest, describe_shard, load_manifest, write_shard
@@ -247,6 +250,19 @@ def test_weights_of_another_shape_than_the_recipe_are_refused(tmp_path, run):
         export_model(run / "done.json", tmp_path / "out")
 
 
+def test_llm_c_s_files_are_the_checkpoint_s_and_come_back_bit_for_bit(tmp_path, data, run, model):
+    export_llmc(run / "done.json", data / "manifest.json", tmp_path / "llmc")
+    names = {path.name for path in (tmp_path / "llmc").iterdir()}
+    assert names == {"model.bin", "model_bf16.bin", "gpt2_tokenizer.bin", "debug_state.bin"}
+    for name, dtype in (("model.bin", torch.float32), ("model_bf16.bin", torch.bfloat16)):
+        config, weights = read_model(tmp_path / "llmc" / name)
+        assert config == CONFIG
+        for key, parameter in model.named_parameters():
+            assert torch.equal(weights[key], parameter.to(dtype))
+    ids = np.frombuffer((tmp_path / "llmc/debug_state.bin").read_bytes(), "<i4", 256, 1024)
+    assert np.array_equal(ids, np.concatenate([windows(30)[:128], windows(30)[1:129]]))
+
+
 # ---- reading it back ----------------------------------------------------------------------
 
 
@@ -276,7 +292,7 @@ def test_a_file_that_is_cut_short_is_refused(exported, with_info):
     path.write_bytes(path.read_bytes()[:-1000])
     if not with_info:
         (exported / "export.json").unlink()
-    with pytest.raises(ValueError, match=r"model\.safetensors: .*export the model again"):
+    with pytest.raises(ValueError, match=r"model\.safetensors: .*(export the model|get it) again"):
         load_export(exported)
 
 
@@ -307,7 +323,9 @@ def test_a_configuration_that_does_not_fit_the_weights_is_refused(exported):
 
 def test_a_folder_without_weights_or_without_anything_is_refused(tmp_path, exported):
     (exported / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"model\.safetensors: no such file"):
+    with pytest.raises(
+        ValueError, match=r"holds no weights \(model\.safetensors, pytorch_model\.bin\)"
+    ):
         load_export(exported)
     with pytest.raises(ValueError, match=r"config\.json: no such file"):
         load_export(tmp_path / "nothing")

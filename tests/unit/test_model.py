@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from miniseries.export import from_huggingface
 from miniseries.formulas import Formulas, chunk_rows, mean_loss, token_losses
+from miniseries.huggingface import from_huggingface
 from miniseries.model import GPT, GPTConfig, init_weights
 
 torch.set_num_threads(1)

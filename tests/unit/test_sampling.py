@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from miniseries import sampling
 from miniseries.encode import gpt2_encoding
-from miniseries.export import huggingface_config, to_huggingface, write_tokenizer
+from miniseries.huggingface import huggingface_config, to_huggingface, write_tokenizer
 from miniseries.model import GPT, GPTConfig
 from miniseries.sampling import (
     Generator,

@@ -54,6 +54,9 @@ if name == "fetch_shard":
 if name == "export_model":
     for file in ("model.safetensors", "config.json", "export.json"):
         write(Path(options["--folder"][0]) / file)
+if name == "export_llmc":
+    for file in ("model", "model_bf16", "gpt2_tokenizer", "debug_state"):
+        write(Path(options["--folder"][0]) / f"{file}.bin")
 for key in ("--output", "--speed", "--done", "--val-loss", "--hellaswag"):
     for path in options.get(key, []):
         write(path)

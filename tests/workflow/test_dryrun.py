@@ -17,6 +17,7 @@ HUB = {"fetch_questions": 1, "list_shards": 1, "write_settings": 1, "train": 1}
     [
         ("train_tiny", TINY),
         ("export_tiny", TINY | {"export": 1}),
+        ("llmc_tiny", TINY | {"export_llmc": 1}),
         ("evaluate_tiny", TINY | SCORES),
         ("samples_tiny", TINY | {"export": 1, "write_samples": 1}),
         ("data_builtin", {"prepare_dataset": 1}),

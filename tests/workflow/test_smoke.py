@@ -19,8 +19,8 @@ import torch
 from real_project import ROOT, RealProject
 
 from miniseries.checkpoint import checkpoint_folder, load_model_weights
-from miniseries.export import load_export
 from miniseries.fetch import HELLASWAG_FILE, HELLASWAG_REPOSITORY
+from miniseries.huggingface import load_export
 from miniseries.metrics import read_json, read_metrics
 from miniseries.model import GPT
 from miniseries.shards import write_shard
@@ -40,7 +40,7 @@ PROMISED = [
 SCRIPTS = {
     "default": "prepare_dataset write_settings train_run export_model score_model write_samples "
     "plot_run plot_series write_summary render_page",
-    "own text": "find_checkpoint",
+    "own text": "find_checkpoint export_llmc",
     "hub": "fetch_shard fetch_questions verify_dataset",
     "by hand": "bench_run",
 }
@@ -189,7 +189,7 @@ def test_a_sweep_on_own_text_goes_to_its_figure_and_steps_are_exported(own_text)
     assert manifest["num_documents"] == own_text.num_documents
     own_text.configure({"runs": {"own": {"export_steps": [2], "keep_checkpoints": 1}}})
     step = [f"results/{name}" for name in ("export/own@2/config.json", "samples/own@2.md")]
-    own_text.succeed(*step, "results/evaluate/own@2/val_loss.json", "evaluate_own")
+    own_text.succeed(*step, "results/llmc/own@2/model.bin", "evaluate_own")
     early, late = (
         read_json(own_text.path(f"evaluate/{model}/val_loss.json")) for model in ("own@2", "own")
     )

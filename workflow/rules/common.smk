@@ -267,7 +267,7 @@ def evaluated_models(wildcards):
 
 def refuse_target(wildcards):
     """Raise an error that names the targets near the unknown one."""
-    stages = ("train", "export", "evaluate", "samples")
+    stages = ("train", "export", "llmc", "evaluate", "samples")
     known = [f"{stage}_{name}" for stage in stages for name in TARGETS]
     known += [f"{stage}_{name}" for stage in ("data", "verify") for name in DATASETS]
     known += ["all", "miniseries", "plots"]

@@ -147,6 +147,26 @@ def load_model_weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
 
+def read_marker(marker: Path) -> tuple[Path, dict[str, Any]]:
+    """Checkpoint folder and settings, with `step`, of a done.json or saved/{step}.json.
+
+    Raises:
+        ValueError: the marker belongs to no run folder, or the checkpoint is another run's.
+    """
+    content = read_json(marker)
+    run_folder = marker.parent.parent if marker.parent.name == "saved" else marker.parent
+    settings = read_json(run_folder / "settings.json")
+    checkpoint = run_folder / content["checkpoint"]
+    state = read_json(checkpoint / "trainer.json")
+    for key, wanted in (("step", content["step"]), ("fingerprint", settings["fingerprint"])):
+        if state[key] != wanted:
+            raise ValueError(
+                f"{checkpoint}: its {key} is {state[key]}, but {marker} and the run's "
+                f"settings.json say {wanted}; the folder holds parts of two runs"
+            )
+    return checkpoint, {**settings, "step": content["step"]}
+
+
 def describe_files(folder: Path, run_folder: Path) -> dict[str, dict[str, Any]]:
     """Size and sha256 of each file of a checkpoint, by its path in the run's folder."""
     return {

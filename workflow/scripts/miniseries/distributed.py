@@ -53,6 +53,13 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def choose_device(device: str) -> torch.device:
+    """`auto` is the GPU if there is one."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)
+
+
 def num_local_processes(gpus: int | str) -> int:
     """Processes to start on this node: one a GPU, or one on the CPU.
 

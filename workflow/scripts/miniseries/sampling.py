@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from miniseries.export import END_OF_TEXT, choose_device, read_config
+from miniseries.distributed import choose_device
+from miniseries.huggingface import END_OF_TEXT, read_config
 from miniseries.metrics import read_json, write_text
 from miniseries.shards import DOCUMENT_MARK
 
