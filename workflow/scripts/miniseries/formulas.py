@@ -20,16 +20,34 @@ def attention(qkv: torch.Tensor) -> torch.Tensor:
 
 
 def add_norm(
-    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    delta_bias: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The residual stream after `delta` is added, and its layer norm; all (B, T, C)."""
-    x = x + delta
+    """The residual stream after `delta` and its bias are added, and its layer norm.
+
+    x and delta are (B, T, C), the rest (C,). The bias of the layer that made `delta` is added
+    here, where a kernel adds it, and sums its gradient, on the way.
+    """
+    x = x + (delta + delta_bias)
     return x, F.layer_norm(x, x.shape[-1:], weight, bias, LAYER_NORM_EPSILON)
 
 
-def gelu_of_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """GELU in its tanh form, as GPT-2 has it, of a linear layer; (B, T, C) to (B, T, 4C)."""
-    return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """A linear layer, (B, T, C) to (B, T, F); weight (F, C)."""
+    return F.linear(x, weight, bias)
+
+
+def mlp(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, proj_weight: torch.Tensor
+) -> torch.Tensor:
+    """A linear layer, GELU in its tanh form, as GPT-2 has it, and a linear layer without bias.
+
+    (B, T, C) to (B, T, C); weight (4C, C), bias (4C,), proj_weight (C, 4C).
+    """
+    return F.linear(F.gelu(F.linear(x, weight, bias), approximate="tanh"), proj_weight)
 
 
 def losses_of_logits(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -69,7 +87,8 @@ class Formulas:
     attention_name: str = "PyTorch's scaled_dot_product_attention"
     attention: Callable[..., torch.Tensor] = attention
     add_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = add_norm
-    gelu_of_linear: Callable[..., torch.Tensor] = gelu_of_linear
+    linear: Callable[..., torch.Tensor] = linear
+    mlp: Callable[..., torch.Tensor] = mlp
     losses_of_logits: Callable[..., torch.Tensor] = losses_of_logits
     gradients_of_logits: Callable[..., tuple[torch.Tensor, torch.Tensor]] = gradients_of_logits
 
@@ -112,6 +131,14 @@ def token_losses(
     return losses
 
 
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add the matrix product of a and b to `total`, float32, without rounding it before."""
+    if a.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
 class _MeanLoss(torch.autograd.Function):
     """Head and cross-entropy in one: both gradients are made while a chunk's logits exist.
 
@@ -133,7 +160,7 @@ class _MeanLoss(torch.autograd.Function):
             )
             loss += part_loss
             torch.mm(gradient, head, out=hidden_gradient[part])
-            head_gradient += gradient.T @ hidden[part]
+            add_product(head_gradient, gradient.T, hidden[part])
         ctx.save_for_backward(hidden_gradient, head_gradient.to(head.dtype))
         return loss / total
 

@@ -32,7 +32,7 @@ class GPTConfig:
 
 
 class Attention(nn.Module):
-    """Causal self-attention over all heads at once."""
+    """Causal self-attention over all heads at once; the caller adds the bias of `c_proj`."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -41,12 +41,13 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(config.channels, config.channels)
 
     def forward(self, x: torch.Tensor, formulas: Formulas) -> torch.Tensor:
-        qkv = self.c_attn(x).unflatten(-1, (3, self.num_heads, -1))  # (B, T, 3, H, D)
-        return self.c_proj(formulas.attention(qkv).flatten(2))  # (B, T, C)
+        qkv = formulas.linear(x, self.c_attn.weight, self.c_attn.bias)  # (B, T, 3C)
+        qkv = qkv.unflatten(-1, (3, self.num_heads, -1))  # (B, T, 3, H, D)
+        return formulas.linear(formulas.attention(qkv).flatten(2), self.c_proj.weight)  # (B, T, C)
 
 
 class MLP(nn.Module):
-    """Two linear layers around GELU."""
+    """Two linear layers around GELU; the caller adds the bias of `c_proj`."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -54,14 +55,14 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * config.channels, config.channels)
 
     def forward(self, x: torch.Tensor, formulas: Formulas) -> torch.Tensor:
-        return self.c_proj(formulas.gelu_of_linear(x, self.c_fc.weight, self.c_fc.bias))
+        return formulas.mlp(x, self.c_fc.weight, self.c_fc.bias, self.c_proj.weight)
 
 
 class Block(nn.Module):
     """One transformer layer: attention and MLP, each on a normalised copy of the residual stream.
 
-    What a layer adds at its end is handed on beside the stream, so that the next layer adds and
-    normalises in one go.
+    What a layer adds at its end, and its bias, are handed on beside the stream, so that the next
+    layer adds and normalises in one go.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -72,12 +73,17 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.formulas = Formulas()
 
-    def forward(self, x: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, delta: torch.Tensor, delta_bias: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The stream, what is to be added to it, both (B, T, C), and the latter's bias, (C,)."""
         formulas = self.formulas
-        x, normed = formulas.add_norm(x, delta, self.ln_1.weight, self.ln_1.bias)
+        x, normed = formulas.add_norm(x, delta, delta_bias, self.ln_1.weight, self.ln_1.bias)
         delta = self.attn(normed, formulas)
-        x, normed = formulas.add_norm(x, delta, self.ln_2.weight, self.ln_2.bias)
-        return x, self.mlp(normed, formulas)
+        delta_bias = self.attn.c_proj.bias
+        x, normed = formulas.add_norm(x, delta, delta_bias, self.ln_2.weight, self.ln_2.bias)
+        # a copy: FSDP2 hangs hooks on what leaves a block, and on a parameter they would pile up
+        return x, self.mlp(normed, formulas), self.mlp.c_proj.bias.clone()
 
 
 class GPT(nn.Module):
@@ -92,17 +98,23 @@ class GPT(nn.Module):
         self.ln_f = nn.LayerNorm(config.channels)
         self.formulas = Formulas()
 
-    def use(self, formulas: Formulas) -> None:
+    def use(self, formulas: Formulas, in_blocks: Formulas | None = None) -> None:
         """Compute with these implementations of the formulas from now on."""
-        for module in [self, *self.h]:
-            module.formulas = formulas
+        self.formulas = formulas
+        for block in self.h:
+            block.formulas = in_blocks or formulas
 
-    def compile(self, device: torch.device) -> None:
-        """Take the fastest formulas for this device, and compile a block; all share its code."""
+    def compile(self, device: torch.device, precision: str = "bf16") -> None:
+        """Take the fastest formulas for this device, and compile a block; all share its code.
+
+        Raises:
+            ValueError: this device cannot compute in this precision.
+        """
         if device.type == "cuda":
-            from miniseries.kernels import fast_formulas  # Triton is on GPU machines alone
+            from miniseries import fast_formulas, fp8_formulas  # Triton is on GPU machines alone
 
-            self.use(fast_formulas())
+            fast = fast_formulas.choose()
+            self.use(fast, fp8_formulas.choose(fast) if precision == "fp8" else fast)
         for block in self.h:
             block.compile(dynamic=False)  # a few fixed shapes; symbolic ones are slower
 
@@ -137,10 +149,12 @@ class GPT(nn.Module):
                 f"{length} tokens, but the model has {self.config.sequence_length} positions"
             )
         x = self.wte(tokens)  # (B, T, C)
-        delta = self.wpe.weight[:length].expand_as(x)
+        # as they come from a block, so that the first one needs no code of its own
+        delta = self.wpe.weight[:length].expand_as(x).contiguous()
+        delta_bias = x.new_zeros(x.shape[-1], requires_grad=torch.is_grad_enabled())
         for block in self.h:
-            x, delta = block(x, delta)
-        _, x = self.formulas.add_norm(x, delta, self.ln_f.weight, self.ln_f.bias)
+            x, delta, delta_bias = block(x, delta, delta_bias)
+        _, x = self.formulas.add_norm(x, delta, delta_bias, self.ln_f.weight, self.ln_f.bias)
         head = self.wte.weight  # (Vp, C)
         if targets is None:
             return F.linear(x, head)[..., : self.config.vocab_size].float()

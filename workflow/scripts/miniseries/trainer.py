@@ -139,8 +139,10 @@ class Trainer:
         self.num_elements = sum(p.numel() for p in self.model.parameters())  # padding included
         compiled = self.machine["compile"]
         self.compiled = device.type == "cuda" if compiled == "auto" else compiled
+        if recipe["precision"] == "fp8" and not (self.compiled and device.type == "cuda"):
+            raise ValueError("precision fp8 needs a GPU and machine.compile; set it to bf16")
         if self.compiled:
-            self.model.compile(device)
+            self.model.compile(device, recipe["precision"])
         shard_model(self.model, self.world, recipe["precision"])
         self.model.to_empty(device=device)
         self.optimizer = make_optimizer(self.model, recipe["weight_decay"])
@@ -197,7 +199,7 @@ class Trainer:
         self.journal.table(run | self.recipe | self.machine | resolved | versions)
         self.journal.sizes(
             num_elements=self.num_elements,
-            element_bytes=2 if self.recipe["precision"] == "bf16" else 4,
+            element_bytes=2 if self.recipe["precision"] in ("bf16", "fp8") else 4,
             processes=self.world.size,
             micro_batch=self.micro_batch,
             sequence_length=self.recipe["sequence_length"],
