@@ -100,12 +100,12 @@ for name, runs in TARGETS.items():
 for name in DATASETS:
 
     rule:
-        """Make or fetch a dataset, and whichever of its shards are missing."""
+        """Make or fetch a dataset."""
         name:
             f"data_{name}"
         input:
             f"results/data/{name}/manifest.json",
-            shards_of(name),
+            shard_notes(name),
 
 
 rule explain_unknown_target:

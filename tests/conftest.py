@@ -3,6 +3,9 @@
 import os
 import signal
 
+import pytest
+from hub import running_hub
+
 # One thread a process: tests run side by side, and threads that wait for each other crawl.
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -12,3 +15,14 @@ for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
     if signal.getsignal(number) == signal.SIG_IGN:
         heard = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, heard)
+
+
+@pytest.fixture(name="hub")
+def hub_fixture(monkeypatch, tmp_path):
+    """A stand-in for the Hugging Face hub, and the environment that leads to it."""
+    with running_hub() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.address)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        monkeypatch.setenv("NO_PROXY", "*")
+        yield server

@@ -1,15 +1,14 @@
-"""Documents: what is read from each kind of file, how they are split, what is asked of them."""
+"""Documents: what is read from each kind of file, in which parts, and how they are split."""
 
+import gzip
 import json
-import random
-from itertools import islice
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from miniseries import corpus
-from miniseries.corpus import Document, Findings, Passage, find_passages, make_questions
+from miniseries.corpus import Findings, Part, Piece, is_validation, plan_parts, read_part
 
 
 def read(tmp_path, *patterns, **options):
@@ -17,17 +16,18 @@ def read(tmp_path, *patterns, **options):
     findings = Findings()
     paths = [str(tmp_path / pattern) for pattern in patterns]
     dataset = {"source": "files", "paths": paths, **options}
-    return [document.text for document in corpus.read_documents(dataset, findings)], findings
+    documents = [d for part in plan_parts(dataset) for d in read_part(part, dataset, findings)]
+    return [document.text.decode() for document in documents], findings
 
 
 def test_a_document_is_held_out_by_its_sha256_alone():
     # sha256("") starts with e3b0c442 (0.8894), sha256("abc") with ba7816bf (0.7284)
-    assert corpus.is_validation("", 0.89) and not corpus.is_validation("", 0.88)
-    assert corpus.is_validation("abc", 0.73) and not corpus.is_validation("abc", 0.72)
+    assert is_validation(b"", 0.89) and not is_validation(b"", 0.88)
+    assert is_validation(b"abc", 0.73) and not is_validation(b"abc", 0.72)
 
 
 def test_about_the_asked_share_is_held_out():
-    num_held_out = sum(corpus.is_validation(str(i), 0.1) for i in range(10_000))
+    num_held_out = sum(is_validation(str(i).encode(), 0.1) for i in range(10_000))
     assert 900 < num_held_out < 1100  # 10 standard deviations are 300
 
 
@@ -59,8 +59,8 @@ def test_bad_json_lines_are_counted_and_the_first_ones_named(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     texts, findings = read(tmp_path, "*.jsonl")
     assert texts == ["good", "fine"]
-    assert findings.num_bad_lines == 7
-    places = [line.removeprefix(str(tmp_path)) for line in findings.bad_lines]
+    assert findings.num_bad == 7
+    places = [line.removeprefix(str(tmp_path)) for line in findings.bad]
     assert places == [
         "/a.jsonl:3: not JSON",
         "/a.jsonl:4: no text under 'text'",
@@ -80,7 +80,7 @@ def test_a_wrong_text_key_is_refused(tmp_path):
 def test_parquet_is_read_by_column_and_rows_without_text_are_counted(tmp_path):
     pq.write_table(pa.table({"id": [1, 2, 3], "body": ["a", None, "b"]}), tmp_path / "a.parquet")
     texts, findings = read(tmp_path, "a.parquet", text_key="body")
-    assert texts == ["a", "b"] and findings.num_bad_lines == 1
+    assert texts == ["a", "b"] and findings.num_bad == 1
     with pytest.raises(ValueError, match=r"a\.parquet: no column 'text'.*it has id, body"):
         read(tmp_path, "a.parquet")
     (tmp_path / "b.parquet").write_bytes(b"PAR1 not really")
@@ -94,8 +94,9 @@ def test_a_pattern_without_files_or_of_an_unknown_kind_is_refused(tmp_path):
     (tmp_path / "a.pdf").write_text("")
     with pytest.raises(ValueError, match=r"a\.pdf: unknown kind of file.*\.txt, \.jsonl"):
         read(tmp_path, "a.*")
-    with pytest.raises(ValueError, match="source 'web' has no text"):
-        list(corpus.read_documents({"source": "web"}, Findings()))
+    (tmp_path / "b.parquet.gz").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"b\.parquet\.gz: unknown kind of file"):
+        read(tmp_path, "b.*")
 
 
 def test_lone_surrogates_become_the_replacement_sign_and_nothing_else_changes(tmp_path):
@@ -107,110 +108,102 @@ def test_lone_surrogates_become_the_replacement_sign_and_nothing_else_changes(tm
     assert findings.num_repaired == 1
 
 
-def test_equal_and_empty_documents_are_left_out(tmp_path):
-    lines = [json.dumps({"text": text}) for text in ["a", " \n", "b", "a", "", "a"]]
+def test_empty_documents_are_left_out_and_equal_ones_stay(tmp_path):
+    lines = [json.dumps({"text": text}) for text in ["a", " \n", "b", "a", "", "\u00a0", "a"]]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     texts, findings = read(tmp_path, "a.jsonl")
-    assert texts == ["a", "b"]
-    assert (findings.num_documents, findings.num_duplicates) == (2, 2)
+    assert texts == ["a", "b", "a", "a"]
+    assert findings.num_empty == 3
 
 
-def test_docstrings_come_in_the_order_of_the_source(tmp_path):
-    source = '"""Module."""\nclass A:\n    """Class.\n\n    Deep."""\n    def f(self):\n'
-    source += '        """Method."""\ndef g():\n    """Function."""\nx = """no docstring"""\n'
-    (tmp_path / "m.py").write_text(source)
-    assert corpus.module_docstrings(tmp_path / "m.py") == [
-        "Module.",
-        "Class.\n\nDeep.",
-        "Method.",
-        "Function.",
-    ]
-    (tmp_path / "bad.py").write_text("def (")
-    assert corpus.module_docstrings(tmp_path / "bad.py") == []
+def test_an_empty_file_holds_no_document(tmp_path):
+    for name in ("a.txt", "b.jsonl"):
+        (tmp_path / name).write_bytes(b"")
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "c.parquet")
+    texts, findings = read(tmp_path, "*")
+    assert texts == [] and findings.num_bad == 0
 
 
-def test_each_docstring_of_a_folder_comes_once_and_tests_are_skipped(tmp_path):
-    for name, text in [
-        ("b.py", '"""Same."""'),
-        ("a/__init__.py", '"""Same."""\ndef f():\n    """Own."""'),
-        ("test/c.py", '"""Test."""'),
-        ("site-packages/d.py", '"""Installed."""'),
-    ]:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    documents = list(corpus._docstrings_of_folder(tmp_path, set()))
-    assert documents == [("a", "Same.\n\nOwn.")]
+def test_line_ends_and_nul_stay_and_a_byte_order_mark_goes(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo\0\r")
+    assert read(tmp_path, "a.txt")[0] == ["one\r\n\r\ntwo\0\r"]
+    blocks, _ = read(tmp_path, "a.txt", split="blank_lines")
+    assert blocks == ["one\r\n\r\n", "two\0\r"]
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "x\\u0000"}\r\n{"text": "y"}\r\n')
+    assert read(tmp_path, "a.jsonl")[0] == ["x\0", "y"]
 
 
-def test_parallel_reading_gives_the_same_docstrings(tmp_path, monkeypatch):
-    paths = []
-    for number in range(60):
-        paths.append(tmp_path / f"m{number}.py")
-        paths[-1].write_text(f'"""Text {number}."""')
-    monkeypatch.setattr(corpus, "PARALLEL_MODULES", 10)
-    assert list(corpus._parse_modules(paths)) == [[f"Text {number}."] for number in range(60)]
+def test_invalid_utf8_is_a_bad_line_or_row_and_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n{"text": "caf\xe9"}\n')
+    texts, findings = read(tmp_path, "a.jsonl")
+    assert texts == ["good"] and findings.bad == [f"{tmp_path}/a.jsonl:2: not JSON"]
+    rows = pa.array([b"good", b"caf\xe9"]).cast(pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": rows}), tmp_path / "a.parquet")
+    texts, findings = read(tmp_path, "a.parquet")
+    assert texts == ["good"] and findings.bad == [f"{tmp_path}/a.parquet:2: not UTF-8"]
 
 
-def test_the_language_reference_comes_first_and_by_name():
-    names = [document.name for document in islice(corpus.builtin_documents(), 70)]
-    assert "topic assert" in names and names == sorted(names)
+def test_a_column_of_numbers_is_refused(tmp_path):
+    pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet: column 'text' holds int64, not text"):
+        read(tmp_path, "a.parquet")
 
 
-def test_passages_are_whole_sentences_and_code_is_left_out():
-    text = (
-        "The first sentence has seven words here. The second one is a bit\nlonger than that. "
-        "Too short. Now comes one that stands alone.\n\n"
-        "    for x in {1, 2}: print(x | y)\n\n"
-        "Here is another block of text. It has two whole sentences in it."
+@pytest.mark.parametrize("packing", ["gz", "zst"])
+def test_packed_files_are_read_like_plain_ones_and_a_cut_one_is_named(tmp_path, packing):
+    content = b"".join(b'{"text": "number %d"}\n' % i for i in range(20_000))
+    half = len(content) // 2
+    pack = (
+        gzip.compress if packing == "gz" else lambda data: pa.compress(data, "zstd", asbytes=True)
     )
-    assert list(find_passages(Document("n", text))) == [
-        Passage(
-            "n",
-            "The first sentence has seven words here.",
-            "The second one is a bit longer than that.",
-        ),
-        Passage("n", "Here is another block of text.", "It has two whole sentences in it."),
+    path = tmp_path / f"a.jsonl.{packing}"
+    path.write_bytes(pack(content[:half]) + pack(content[half:]))  # as `cat` of two such files
+    assert read(tmp_path, "a.*")[0] == [f"number {i}" for i in range(20_000)]
+    (tmp_path / f"b.txt.{packing}").write_bytes(pack("é".encode()))
+    assert read(tmp_path, "b.*")[0] == ["é"]
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=rf"a\.jsonl\.{packing}: cannot be read"):
+        read(tmp_path, "a.*")
+
+
+def test_large_files_are_cut_into_parts_and_no_line_is_lost_or_doubled(tmp_path, monkeypatch):
+    lines = [json.dumps({"text": f"{i} " + "x" * (i * 7 % 90)}) for i in range(300)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "b.jsonl").write_text("\n".join(lines[:50]))  # no line end at the end
+    table = pa.table({"text": [f"row {i}" for i in range(100)]})
+    pq.write_table(table, tmp_path / "c.parquet", row_group_size=7)
+    whole, _ = read(tmp_path, "*")
+    assert len(whole) == 450
+    for num_bytes in (1, 60, 999, 5_000):
+        monkeypatch.setattr(corpus, "PART_BYTES", num_bytes)
+        assert read(tmp_path, "*")[0] == whole, num_bytes
+    dataset = {"source": "files", "paths": [str(tmp_path / "*")]}
+    monkeypatch.setattr(corpus, "PART_BYTES", 4_000)
+    parts = plan_parts(dataset)
+    assert len(parts) > 4
+    (tmp_path / "a.jsonl").write_text("\n".join(lines[:200] + ["bad"]) + "\n")
+    findings = Findings()
+    for part in plan_parts(dataset):
+        list(read_part(part, dataset, findings))
+    place = sum(len(line) + 1 for line in lines[:200])
+    assert findings.bad == [f"{tmp_path}/a.jsonl:byte {place}: not JSON"]
+
+
+def test_small_files_share_a_part_and_held_out_ones_have_their_own(tmp_path):
+    for name in "abcd":
+        (tmp_path / f"{name}.txt").write_text(name)
+    dataset = {"source": "files", "paths": [f"{tmp_path}/*.txt"], "val_paths": [f"{tmp_path}/c*"]}
+    pieces = {name: Piece(f"{tmp_path}/{name}.txt") for name in "abcd"}
+    assert plan_parts(dataset) == [
+        Part((pieces["c"],), "val"),
+        Part((pieces["a"], pieces["b"], pieces["d"]), "train"),
     ]
+    assert plan_parts(dataset | {"val_paths": []}) == [Part(tuple(pieces.values()), None)]
 
 
-def test_questions_hold_the_true_ending_at_the_label_and_others_from_elsewhere():
-    passages = [
-        Passage(f"d{i // 2}", f"Context number {i}.", f"This is ending {i:03d}.") for i in range(90)
-    ]
-    true = {passage.context: passage for passage in passages}
-    source = {passage.ending: passage.name for passage in passages}
-    questions = make_questions(passages, num_questions=50)
-    assert len(questions) == 50
-    assert [question["ind"] for question in questions] == list(range(50))
-    assert {question["label"] for question in questions} == {0, 1, 2, 3}
-    for question in questions:
-        passage = true[question["ctx"]]
-        endings, label = question["endings"], question["label"]
-        assert endings[label] == passage.ending
-        assert len(set(endings)) == 4
-        others = [source[ending] for i, ending in enumerate(endings) if i != label]
-        assert passage.name not in others
-        assert not any(ending.startswith(" ") for ending in endings)
-        assert question["ctx_a"] == question["ctx"] and question["ctx_b"] == ""
-        assert question["activity_label"] == passage.name
-    assert make_questions(passages, 50) == questions
-    assert make_questions(passages, 50, seed=1) != questions
-
-
-def test_wrong_endings_are_about_as_long_as_the_true_one():
-    generator = random.Random(0)
-    passages = [
-        Passage(f"d{i}", f"Context {i}.", f"{i:04d}" + "x" * generator.randrange(300))
-        for i in range(2000)
-    ]
-    for question in make_questions(passages, 100):
-        lengths = [len(ending) for ending in question["endings"]]
-        assert max(lengths) - min(lengths) < 20
-
-
-def test_text_without_prose_still_gives_questions():
-    generator = random.Random(0)
-    code = "".join(generator.choice("abcdef=()\n ") for _ in range(3000))
-    passages = list(corpus.slice_passages(Document("code", code)))
-    assert len(passages) > 10 and make_questions(passages, 5)[4]["ind"] == 4
-    assert make_questions([], 5) == []
+def test_a_huge_text_as_one_document_is_refused_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "MAX_TEXT_BYTES", 10)
+    (tmp_path / "a.txt").write_text("12345\n\n123456")
+    with pytest.raises(ValueError, match=r"a\.txt: more than 10 characters.*blank_lines"):
+        read(tmp_path, "a.txt")
+    assert len(read(tmp_path, "a.txt", split="blank_lines")[0]) == 2

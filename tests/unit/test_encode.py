@@ -1,34 +1,25 @@
-"""GPT-2's tokens without a network, and datasets made of them."""
+"""GPT-2's tokens without a network."""
 
-import json
+import random
 import socket
-import subprocess
-import sys
-import time
 from importlib import resources
-from pathlib import Path
 
 import numpy as np
 import pytest
-import tiktoken
 from tiktoken_ext import openai_public
 
 from miniseries import encode
-from miniseries.corpus import Document, Findings, is_validation, read_documents
-from miniseries.encode import gpt2_encoding, prepare_dataset, tokenize_documents
-from miniseries.shards import load_manifest, open_shard
+from miniseries.encode import encode_texts, gpt2_encoding
 
-SCRIPTS = Path(encode.__file__).parent.parent
-
-
-def tokens_of(*texts):
-    documents = [Document(f"document {i}", text) for i, text in enumerate(texts)]
-    return [tokens.tolist() for _, tokens in tokenize_documents(documents)]
+WORDS = ["'s", "'ll", " ", "\n", "\t", "the", " of", "1", "23", "...", "<|endoftext|>", "\r\n"]
+NASTY = [word * 10_000 for word in ["^", " ", "\n", "ab"]] + ["a\0b", "<|endoftext|>", "x\ufeff"]
 
 
-def write_lines(path, texts):
-    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    return {"source": "files", "paths": [str(path)]}
+def lists(*texts):
+    """Ids of each text."""
+    ids, counts = encode_texts([text.encode() for text in texts])
+    assert ids.dtype == np.uint16
+    return [part.tolist() for part in np.split(ids, np.cumsum(counts)[:-1])]
 
 
 def test_encoding_is_tiktokens_own_gpt2(monkeypatch):
@@ -72,127 +63,30 @@ def test_a_foreign_or_missing_vocabulary_is_refused(monkeypatch):
         gpt2_encoding.__wrapped__()
 
 
-def test_every_document_is_preceded_by_the_mark():
-    assert tokens_of("Hello world", "Hello") == [[50256, 15496, 995], [50256, 15496]]
+def test_special_strings_in_a_text_are_plain_text():
+    assert lists("Hello world", "", "a<|endoftext|>") == [
+        [15496, 995],
+        [],
+        [64, 27, 91, 437, 1659, 5239, 91, 29],
+    ]
+    ids, counts = encode_texts([])
+    assert len(ids) == len(counts) == 0
 
 
-def test_the_marker_within_a_text_is_plain_text():
-    (tokens,) = tokens_of("a<|endoftext|>")
-    assert tokens == [50256, 64, 27, 91, 437, 1659, 5239, 91, 29]
+def test_ids_are_those_of_tiktoken_s_encode_ordinary():
+    generator = random.Random(0)
+    pool = [chr(c) for c in range(0xD800)] + [chr(c) for c in range(0x1F000, 0x1F700)] + WORDS * 500
+    texts = ["".join(generator.choices(pool, k=40)) for _ in range(5_000)] + NASTY
+    assert lists(*texts) == gpt2_encoding().encode_ordinary_batch(texts, num_threads=1)
 
 
-def test_long_runs_of_one_character_are_encoded_fast_and_decode_back(tmp_path):
-    texts = [sign * 1_000_000 for sign in "^a \n"] + ["ab" * 500_000, "a\0b", "lone \ud800"]
-    dataset = write_lines(tmp_path / "a.jsonl", ["x", *texts])
-    start = time.perf_counter()
-    # blank documents are no documents for a dataset, so they are encoded here directly
-    blank = [Document("blank", texts[2]), Document("lines", texts[3])]
-    documents = [*read_documents(dataset, Findings()), *blank]
-    encoded = list(tokenize_documents(documents))
-    assert time.perf_counter() - start < 60
-    assert len(encoded) == 8
-    for document, tokens in encoded:
-        assert gpt2_encoding().decode(tokens[1:].tolist()) == document.text
+def test_an_encoding_of_more_than_16_bits_is_refused_by_its_largest_id(monkeypatch):
+    class Large:
+        """As one with 100,000 entries."""
 
+        def encode_to_numpy(self, text, disallowed_special):
+            return np.array([5, 99_000, 70_000], dtype=np.uint32)
 
-def test_a_document_that_cannot_be_encoded_is_named(monkeypatch):
-    def fail(self, text):
-        if text == "bad":
-            raise RuntimeError("stack overflow")
-        return [1]
-
-    def fail_all(self, texts, num_threads):
-        raise RuntimeError("stack overflow")
-
-    monkeypatch.setattr(tiktoken.Encoding, "encode_ordinary_batch", fail_all)
-    monkeypatch.setattr(tiktoken.Encoding, "encode_ordinary", fail)
-    assert tokens_of("good") == [[50256, 1]]
-    with pytest.raises(ValueError, match="document 1: cannot be tokenized"):
-        tokens_of("good", "bad")
-
-
-def test_batches_do_not_change_the_tokens(monkeypatch):
-    texts = [f"text number {i} " * (i % 5 + 1) for i in range(50)]
-    expected = tokens_of(*texts)
-    monkeypatch.setattr(encode, "DOCUMENTS_AT_ONCE", 7)
-    monkeypatch.setattr(encode, "CHARACTERS_AT_ONCE", 100)
-    assert tokens_of(*texts) == expected
-
-
-def test_dataset_of_own_files_keeps_held_out_documents_out_of_training(tmp_path):
-    texts = [f"Here is document number {i}. This is its sentence {i}, the end." for i in range(200)]
-    dataset = write_lines(tmp_path / "a.jsonl", [*texts, *texts[:20]])
-    prepare_dataset("mine", dataset | {"shard_tokens": 1000}, tmp_path, tmp_path / "manifest.json")
-    manifest = load_manifest(tmp_path / "manifest.json")
-    read = {}
-    for split, paths in [("train", manifest.train_shards), ("val", manifest.val_shards)]:
-        assert all(len(open_shard(path)) == 1000 for path in paths[:-1])
-        text = gpt2_encoding().decode(np.concatenate([open_shard(p) for p in paths]).tolist())
-        read[split] = text.split("<|endoftext|>")[1:]
-    assert read["train"] == [text for text in texts if not is_validation(text, 0.1)]
-    assert read["val"] == [text for text in texts if is_validation(text, 0.1)]
-    assert len(manifest.train_shards) > 2
-    content = json.loads((tmp_path / "manifest.json").read_text())
-    assert content["num_documents"] == 200 and content["source"]["num_duplicates"] == 20
-    questions = (tmp_path / "hellaswag.jsonl").read_text().splitlines()
-    assert len(questions) == content["source"]["num_questions"] > 0
-    assert all(json.loads(question)["ctx"] in "".join(read["val"]) for question in questions)
-
-
-def test_a_second_run_gives_the_same_bytes_and_clears_what_a_killed_one_left(tmp_path):
-    dataset = write_lines(tmp_path / "a.jsonl", [f"document {i}" for i in range(100)])
-    folder = tmp_path / "data"
-
-    def run(**options):
-        prepare_dataset("d", dataset | options, folder, folder / "manifest.json")
-        return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-    first = run()
-    (folder / "d_train_000001.bin.tmp").write_bytes(b"torn")
-    (folder / "d_train_000009.bin").write_bytes(b"of a longer version")
-    assert run() == first
-    assert set(run(shard_tokens=100)) > set(first)
-    assert run() == first
-
-
-def test_a_failed_run_leaves_no_manifest(tmp_path, monkeypatch):
-    dataset = write_lines(tmp_path / "a.jsonl", [f"document {i}" for i in range(100)])
-    prepare_dataset("d", dataset, tmp_path, tmp_path / "manifest.json")
-    monkeypatch.setattr(encode, "describe_shard", lambda path, split: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        prepare_dataset("d", dataset, tmp_path, tmp_path / "manifest.json")
-    assert not (tmp_path / "manifest.json").exists()
-
-
-def test_a_text_that_cannot_be_split_is_refused_with_the_remedy(tmp_path):
-    (tmp_path / "a.txt").write_text("one document only")
-    dataset = {"source": "files", "paths": [str(tmp_path / "*.txt")]}
-    with pytest.raises(ValueError, match=r"none of its 1 documents fell into the val split.*blank"):
-        prepare_dataset("d", dataset, tmp_path, tmp_path / "manifest.json")
-
-
-def test_builtin_dataset_has_about_600_thousand_tokens_and_questions(tmp_path):
-    folder = tmp_path / "data"
-    command = [sys.executable, SCRIPTS / "prepare_dataset.py", "--name", "builtin"]
-    command += ["--dataset", '{"source": "builtin", "val_tokens": 16384}']
-    command += ["--folder", folder, "--manifest", folder / "manifest.json"]
-    subprocess.run(command, check=True)
-    manifest = load_manifest(folder / "manifest.json")
-    assert 400_000 < manifest.num_train_tokens + manifest.num_val_tokens < 900_000
-    assert 0.03 < manifest.num_val_tokens / manifest.num_train_tokens < 0.25
-    assert manifest.val_tokens == 16384
-    assert len((folder / "hellaswag.jsonl").read_text().splitlines()) >= 150
-
-
-def test_verify_script_names_the_bad_shard_and_exits_with_1(tmp_path):
-    dataset = write_lines(tmp_path / "a.jsonl", [f"document {i}" for i in range(100)])
-    prepare_dataset("d", dataset, tmp_path, tmp_path / "manifest.json")
-    command = [sys.executable, SCRIPTS / "verify_dataset.py", "--manifest"]
-    command += [tmp_path / "manifest.json"]
-    good = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "2 shards, all good" in good.stdout
-    shard = tmp_path / "d_train_000001.bin"
-    shard.write_bytes(shard.read_bytes()[:-2])
-    bad = subprocess.run(command, capture_output=True, text=True)
-    assert bad.returncode == 1 and bad.stderr.startswith("error: ")
-    assert "d_train_000001.bin" in bad.stderr and "Traceback" not in bad.stderr
+    monkeypatch.setattr(encode, "gpt2_encoding", Large)
+    with pytest.raises(ValueError, match=r"token id 99000 does not fit a shard's 16 bits"):
+        encode_texts([b"Hello"])

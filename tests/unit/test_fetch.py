@@ -7,112 +7,18 @@ import os
 import struct
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from hub import COMMIT, FAST, REPOSITORY, shard_bytes
+from huggingface_hub import constants
 
 from miniseries import fetch
-from miniseries.fetch import assemble_manifest, fetch_file, fetch_questions, fetch_shard
+from miniseries.fetch import assemble_manifest, fetch_file, fetch_shard, list_files
 from miniseries.shards import load_manifest
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-REPOSITORY = "someone/tokens"
-FAST = {"attempts": 4, "wait_seconds": 0.01}
 DATASET = {"source": "hub-shards", "repository": REPOSITORY, "prefix": "t", "num_shards": 2}
 SCRIPTS = Path(fetch.__file__).parent.parent
-
-
-def shard_bytes(num_tokens, first=0):
-    header = struct.pack("<3i", 20240520, 1, num_tokens).ljust(1024, b"\0")
-    ids = range(first, first + num_tokens)
-    return header + struct.pack(f"<{num_tokens}H", *ids)
-
-
-class Hub(ThreadingHTTPServer):
-    """Serves `files`; `faults` holds, per file, what to do wrong with each coming GET or HEAD.
-
-    A fault is a status code with headers, "cut" (the connection ends at 60 %), or "flip" (one
-    wrong byte).
-    """
-
-    daemon_threads = True
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.files, self.faults, self.requests = {}, {}, []
-
-    def sent(self, method):
-        """Ranges (None: the whole) that were asked for by this method."""
-        return [asked for name, asked in self.requests if name == method]
-
-
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *args):
-        pass
-
-    def do_HEAD(self):
-        self.answer("HEAD")
-
-    def do_GET(self):
-        self.answer("GET")
-
-    def answer(self, method):
-        prefix = f"/datasets/{REPOSITORY}/resolve/"
-        name = self.path.removeprefix(prefix).partition("/")[2]
-        self.server.requests.append((method, self.headers.get("Range")))
-        content = self.server.files.get(name) if self.path.startswith(prefix) else None
-        faults = self.server.faults.get((method, name), [])
-        fault = faults.pop(0) if faults else None
-        if content is None:
-            return self.head(404, 0, {"X-Error-Code": "EntryNotFound"})
-        if isinstance(fault, tuple):
-            return self.head(fault[0], 0, fault[1])
-        start = int((self.headers.get("Range") or "bytes=0-")[6:].rstrip("-"))
-        self.head(206 if start else 200, len(content) - start, self.about(content, start))
-        if method == "HEAD":
-            return None
-        if fault == "flip":
-            content = content[:-1] + bytes([content[-1] ^ 1])
-        end = int(len(content) * 0.6) if fault == "cut" else len(content)
-        self.wfile.write(content[start:end])
-        self.close_connection = True
-        return None
-
-    def about(self, content, start):
-        headers = {
-            "X-Repo-Commit": COMMIT,
-            "X-Linked-Size": str(len(content)),
-            "X-Linked-Etag": f'"{hashlib.sha256(content).hexdigest()}"',
-            "ETag": '"weak"',
-            "Accept-Ranges": "bytes",
-        }
-        if start:
-            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-        return headers
-
-    def head(self, status, length, headers):
-        self.send_response(status)
-        for key, value in {**headers, "Content-Length": str(length)}.items():
-            self.send_header(key, value)
-        self.end_headers()
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    server = Hub()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("NO_PROXY", "*")
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
 
 
 @pytest.fixture
@@ -149,14 +55,14 @@ def test_a_shard_that_is_here_and_right_is_not_asked_for_again(hub, shard, tmp_p
     assert len(hub.requests) == num_requests
     (tmp_path / "d" / f"{shard[0]}.json").unlink()  # the user's own copy: compared, not fetched
     fetched(shard, tmp_path / "d")
-    assert len(hub.sent("GET")) == 1
+    assert len(hub.asked("GET")) == 1
 
 
 def test_a_damaged_shard_is_fetched_again(hub, shard, tmp_path):
     fetched(shard, tmp_path / "d")
     (tmp_path / "d" / shard[0]).write_bytes(shard[1][:-1000])
     fetched(shard, tmp_path / "d")
-    assert len(hub.sent("GET")) == 2
+    assert len(hub.asked("GET")) == 2
 
 
 @pytest.mark.parametrize("method", ["HEAD", "GET"])
@@ -182,13 +88,13 @@ def test_a_cut_connection_goes_on_where_it_stopped(hub, tmp_path):
     hub.files[name] = shard_bytes(50_000)[:8] + struct.pack("<i", 10_000_000) + bytes(20_001_012)
     hub.faults["GET", name] = ["cut"]  # after 12 MB; huggingface_hub keeps whole pieces of 10 MiB
     fetched((name, hub.files[name]), tmp_path / "d")
-    assert hub.sent("GET") == [None, "bytes=10485760-"]
+    assert hub.asked("GET") == [None, "bytes=10485760-"]
 
 
 def test_a_wrong_byte_is_noticed_and_the_file_fetched_once_more(hub, shard, tmp_path):
     hub.faults["GET", shard[0]] = ["flip"]
     fetched(shard, tmp_path / "d")
-    assert len(hub.sent("GET")) == 2
+    assert len(hub.asked("GET")) == 2
 
 
 def test_a_file_that_is_wrong_twice_is_refused_and_not_kept(hub, shard, tmp_path):
@@ -230,7 +136,7 @@ def test_too_little_disk_is_refused_before_the_download(hub, shard, tmp_path, mo
     monkeypatch.setattr(fetch.shutil, "disk_usage", lambda folder: usage)
     with pytest.raises(OSError, match=r"needs 100,101,024 bytes in .*, which has 5,000 free"):
         fetched(shard, tmp_path)
-    assert hub.sent("GET") == []
+    assert hub.asked("GET") == []
 
 
 def test_a_full_disk_is_not_tried_again():
@@ -262,7 +168,7 @@ def test_small_files_are_compared_by_gits_hash(tmp_path):
 
 def test_offline_script_names_the_file_and_the_variable(tmp_path):
     command = [sys.executable, SCRIPTS / "fetch_shard.py", "--dataset", json.dumps(DATASET)]
-    command += ["--shard", "t_train_000001.bin", "--folder", tmp_path]
+    command += ["--name", "t", "--shard", "t_train_000001.bin", "--folder", tmp_path]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 1
@@ -270,14 +176,13 @@ def test_offline_script_names_the_file_and_the_variable(tmp_path):
     assert "HF_HUB_OFFLINE" in result.stderr and result.stderr.count("\n") == 1
 
 
-def test_names_of_shards_are_those_of_llmc_or_as_configured():
+def test_names_of_shards_are_those_of_llmc_with_the_datasets_prefix():
     assert fetch.shard_files(DATASET) == [
         ("t_val_000000.bin", "val"),
         ("t_train_000001.bin", "train"),
         ("t_train_000002.bin", "train"),
     ]
-    own = {"num_shards": 1, "val_shards": ["v.bin"], "train_shard_pattern": "s{:03d}.bin"}
-    assert fetch.shard_files(own) == [("v.bin", "val"), ("s001.bin", "train")]
+    assert fetch.shard_files({"num_shards": 1})[0] == ("edu_fineweb_val_000000.bin", "val")
 
 
 def test_manifest_of_fetched_shards_lists_them_and_the_commit(hub, tmp_path):
@@ -295,9 +200,15 @@ def test_manifest_of_fetched_shards_lists_them_and_the_commit(hub, tmp_path):
     assert not (tmp_path / ".fetch").exists()
 
 
-def test_validation_shard_is_the_same_for_any_number_of_training_shards(tmp_path):
+def put_own_copies(folder, monkeypatch):
+    """Shards that the user has already, and no network."""
     for name, _ in fetch.shard_files(DATASET):
-        (tmp_path / name).write_bytes(shard_bytes(100))  # the user's own copies: no note yet
+        (folder / name).write_bytes(shard_bytes(100))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def test_validation_shard_is_the_same_for_any_number_of_training_shards(tmp_path, monkeypatch):
+    put_own_copies(tmp_path, monkeypatch)
     for num_shards in (1, 2):
         dataset = DATASET | {"num_shards": num_shards}
         assemble_manifest("fw", dataset, tmp_path, tmp_path / "manifest.json")
@@ -307,49 +218,88 @@ def test_validation_shard_is_the_same_for_any_number_of_training_shards(tmp_path
         assert manifest.val_shards[0] not in manifest.train_shards
 
 
-def test_manifest_names_each_missing_or_changed_shard(tmp_path):
+def test_own_copies_are_taken_offline_if_their_ids_are_right(tmp_path, monkeypatch):
+    put_own_copies(tmp_path, monkeypatch)
+    (tmp_path / "t_train_000002.bin").write_bytes(shard_bytes(10, first=50_250))
+    with pytest.raises(ValueError, match=r"t_train_000002\.bin: token 7 \(byte 1038\) is 50257"):
+        assemble_manifest("fw", DATASET, tmp_path, tmp_path / "manifest.json")
+
+
+def test_manifest_fetches_what_is_missing_and_names_what_changed(hub, tmp_path):
     for name, _ in fetch.shard_files(DATASET):
-        (tmp_path / name).write_bytes(shard_bytes(100))
-    assemble_manifest("fw", DATASET, tmp_path, tmp_path / "manifest.json")
+        hub.files[name] = shard_bytes(100)
+    assemble_manifest("fw", DATASET, tmp_path, tmp_path / "manifest.json", **FAST)
+    assert len(hub.asked("GET")) == 3
     (tmp_path / "t_val_000000.bin").unlink()
+    assemble_manifest("fw", DATASET, tmp_path, tmp_path / "manifest.json", **FAST)
+    assert hub.sent[3:] == ["t_val_000000.bin"]
+    (tmp_path / "t_train_000001.bin").write_bytes(b"damaged")
     (tmp_path / "t_train_000002.bin").write_bytes(shard_bytes(99))
     with pytest.raises(ValueError, match="2 bad files") as caught:
-        assemble_manifest("fw", DATASET, tmp_path, tmp_path / "manifest.json")
-    assert "t_val_000000.bin: No such file" in str(caught.value)
+        assemble_manifest("fw", DATASET, tmp_path, tmp_path / "manifest.json", **FAST)
+    assert "t_train_000001.bin: 7 bytes" in str(caught.value)
     assert "t_train_000002.bin: 99 tokens, but 100 when it was fetched" in str(caught.value)
 
 
-QUESTION = {
-    "ind": 24,
-    "activity_label": "Roof shingle removal",
-    "ctx_a": "A man is sitting on a roof.",
-    "ctx_b": "he",
-    "ctx": "A man is sitting on a roof. he",
-    "endings": ["is using wrap.", "is ripping tiles.", "holds a cube.", "starts pulling."],
-    "label": 3,
+def test_all_files_to_come_must_fit_on_the_disk(hub, shard, tmp_path, monkeypatch):
+    usage = fetch.shutil._ntuple_diskusage(10**9, 10**9, 5000)
+    monkeypatch.setattr(fetch.shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(OSError, match=r"needs 101,010,240 bytes in .*, which has 5,000 free"):
+        fetch_shard(DATASET, shard[0], tmp_path, num_files=10, **FAST)
+
+
+TEXTS = {
+    "source": "hub-text",
+    "repository": REPOSITORY,
+    "revision": "main",
+    "files": ["sample/*.parquet"],
 }
 
 
-def test_questions_come_from_the_hubs_parquet_with_the_label_as_a_number(hub, tmp_path):
-    row = QUESTION | {"label": "3", "source_id": "activitynet~v_-JhWjGDPHMY", "split": "val"}
-    pq.write_table(pa.Table.from_pylist([row] * 2), tmp_path / "q.parquet")
-    hub.files[fetch.HELLASWAG_FILE] = (tmp_path / "q.parquet").read_bytes()
-    output = tmp_path / "h" / "hellaswag.jsonl"
-    fetch_questions(REPOSITORY, output, "main", **FAST)
-    assert [json.loads(line) for line in output.read_text().splitlines()] == [QUESTION] * 2
-    assert [path.name for path in output.parent.iterdir() if path.is_file()] == ["hellaswag.jsonl"]
+def listed(hub, folder, **changes):
+    list_files(TEXTS | changes, folder / "files.json", **FAST)
+    return json.loads((folder / "files.json").read_text())
 
 
-def test_questions_can_be_a_local_file_and_a_bad_one_is_named(tmp_path):
-    local, output = tmp_path / "val.jsonl", tmp_path / "hellaswag.jsonl"
-    local.write_text(json.dumps(QUESTION) + "\n")
-    fetch_questions(str(local), output)
-    assert json.loads(output.read_text()) == QUESTION
-    for wrong in ({"label": 4}, {"endings": ["one"]}, {"label": ""}, {"ctx": None}):
-        local.write_text(json.dumps(QUESTION) + "\n" + json.dumps(QUESTION | wrong))
-        with pytest.raises(ValueError, match=r"val\.jsonl, question 1: "):
-            fetch_questions(str(local), output)
-    assert json.loads(output.read_text()) == QUESTION
+def test_files_are_listed_by_name_with_sizes_hashes_and_commit(hub, tmp_path):
+    for name in ("sample/b.parquet", "sample/a.parquet", "sample/deep/c.parquet", "other.parquet"):
+        hub.files[name] = name.encode()
+    found = listed(hub, tmp_path, files=["sample/?.parquet"])
+    assert found["commit"] == COMMIT
+    assert found["files"] == [
+        {
+            "path": name,
+            "split": None,
+            "num_bytes": 16,
+            "sha256": hashlib.sha256(name.encode()).hexdigest(),
+        }
+        for name in ("sample/a.parquet", "sample/b.parquet")
+    ]
+
+
+def test_held_out_files_come_first_and_a_prefix_leaves_them(hub, tmp_path):
+    for name in ("data/train-0", "data/train-1", "data/train-2", "data/val-0"):
+        hub.files[name] = b"x"
+    found = listed(hub, tmp_path, files=["data/*"], val_files=["data/val-*"], num_files=2)
+    taken = [(file["path"], file["split"]) for file in found["files"]]
+    assert taken == [("data/val-0", "val"), ("data/train-0", "train"), ("data/train-1", "train")]
+
+
+def test_a_list_is_asked_for_again_and_an_empty_one_is_refused(hub, tmp_path):
+    hub.files["sample/a.parquet"] = b"x"
+    hub.faults["API", ""] = [(503, {}), (429, {"Retry-After": "0"})]
+    assert len(listed(hub, tmp_path)["files"]) == 1
+    with pytest.raises(ValueError, match=r"no file of it matches nothing/\*; check `files`"):
+        listed(hub, tmp_path, files=["nothing/*"])
+
+
+def test_progress_tells_bytes_pace_and_time_left(monkeypatch):
+    monkeypatch.setattr(fetch.time, "time", lambda: 1000.0)
+    done = [(900.0, 2 * 10**8), (950.0, 2 * 10**8), (1000.0, 2 * 10**8), (10.0, 2 * 10**8)]
+    text = fetch.describe_progress("d", done, 10, 2 * 10**9)
+    assert text == "d: 4 of 10 files, 0.8 of 2.0 GB, 4 MB/s, 5 min left"
+    assert fetch.describe_progress("d", done[:1], 1, 2 * 10**8) == "d: 1 of 1 files, 0.2 of 0.2 GB"
+    assert fetch.describe_progress("d", [], 3, 0) == "d: 0 of 3 files, 0.0 of 0.0 GB"
 
 
 def test_a_file_in_a_folder_of_the_repository_gets_its_last_name(hub, tmp_path):

@@ -1,5 +1,6 @@
 """Token shards: bytes as in llm.c, and every bad shard refused by name."""
 
+import hashlib
 import json
 import struct
 import time
@@ -8,7 +9,6 @@ import numpy as np
 import pytest
 
 from miniseries.shards import (
-    ShardWriter,
     build_manifest,
     check_ids,
     describe_shard,
@@ -45,9 +45,9 @@ def test_shard_has_the_bytes_of_llmc(tmp_path):
 def test_id_beyond_16_bits_is_refused_by_number_and_leaves_no_shard(tmp_path, dtype):
     with pytest.raises(ValueError, match="token id 65536 does not fit the shard's 16 bits"):
         write_shard(tmp_path / "a.bin", np.array([1, 65536, 2], dtype=dtype))
-    writer = ShardWriter(tmp_path, "d", "train", shard_tokens=2)
-    with pytest.raises(ValueError, match=r"d_train_000001.bin: token id 65536"):
-        writer.append(np.array([65536], dtype=dtype))
+    chunks = iter([np.array([1]), np.array([65536], dtype=dtype)])
+    with pytest.raises(ValueError, match=r"a\.bin: token id 65536"):
+        write_shard(tmp_path / "a.bin", chunks, 2)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -76,23 +76,6 @@ def test_each_kind_of_bad_shard_is_named_with_the_remedy(tmp_path):
         assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match=r"absent\.bin: No such file"):
         read_header(tmp_path / "absent.bin")
-
-
-def test_documents_run_across_shards_and_the_last_holds_the_remainder(tmp_path):
-    writer = ShardWriter(tmp_path, "d", "train", shard_tokens=10)
-    for start in (0, 7, 14):  # three documents of 7 tokens, then one of 4
-        writer.append(np.arange(start, start + 7))
-    writer.append(np.arange(21, 25))
-    paths = writer.close()
-    assert [path.name for path in paths] == [f"d_train_00000{i}.bin" for i in (1, 2, 3)]
-    assert [len(open_shard(path)) for path in paths] == [10, 10, 5]
-    assert np.concatenate([open_shard(path) for path in paths]).tolist() == list(range(25))
-
-
-def test_validation_starts_at_number_0_and_an_exact_fill_leaves_no_empty_shard(tmp_path):
-    writer = ShardWriter(tmp_path, "d", "val", shard_tokens=5)
-    writer.append(np.arange(10))
-    assert [path.name for path in writer.close()] == ["d_val_000000.bin", "d_val_000001.bin"]
 
 
 def test_manifest_tells_splits_and_counts(tmp_path):
@@ -169,7 +152,7 @@ def test_verification_names_the_shard_with_a_flipped_bit(tmp_path):
 def test_an_id_outside_the_vocabulary_is_named_with_its_place(tmp_path):
     write_shard(tmp_path / "a.bin", np.array([1, 2, 50300, 50301]))
     with pytest.raises(ValueError, match=r"a\.bin: token 2 \(byte 1028\) is 50300"):
-        check_ids(tmp_path / "a.bin")
+        check_ids(tmp_path / "a.bin", open_shard(tmp_path / "a.bin"))
 
 
 def test_only_this_datasets_surplus_shards_and_leftovers_are_removed(tmp_path):
@@ -179,3 +162,68 @@ def test_only_this_datasets_surplus_shards_and_leftovers_are_removed(tmp_path):
     remove_other_shards(tmp_path, "d", [tmp_path / "d_train_000001.bin"])
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["d_train_000001.bin", "e_train_000002.bin", "notes.txt"]
+
+
+def test_a_shard_in_pieces_is_the_same_file_and_its_hash_is_told(tmp_path):
+    tokens = np.arange(1000)
+    digest = write_shard(tmp_path / "a.bin", iter([tokens[:7], tokens[7:7], tokens[7:]]), 1000)
+    write_shard(tmp_path / "b.bin", tokens)
+    assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
+    assert digest == hashlib.sha256((tmp_path / "a.bin").read_bytes()).hexdigest()
+    with pytest.raises(ValueError, match="other than the 9 tokens"):
+        write_shard(tmp_path / "c.bin", iter([tokens]), 9)
+    assert not list(tmp_path.glob("c.bin*"))
+
+
+def test_a_folder_a_loop_and_a_shard_over_2_gib_are_named(tmp_path):
+    (tmp_path / "folder.bin").mkdir()
+    (tmp_path / "loop.bin").symlink_to(tmp_path / "loop.bin")
+    with (tmp_path / "huge.bin").open("wb") as file:  # sparse, takes no disk
+        file.write(struct.pack("<3i", 20240520, 1, 1_100_000_000))
+        file.truncate(1024 + 2 * 1_100_000_000)
+    for name, message in [
+        ("folder.bin", "a folder or device"),
+        ("loop.bin", "Too many levels of symbolic links"),
+        ("huge.bin", "2200001024 bytes, a shard has to stay under 2 GiB"),
+    ]:
+        with pytest.raises(ValueError, match=rf"{name}: {message}"):
+            read_header(tmp_path / name)
+
+
+def test_verification_names_every_kind_of_bad_shard_and_touches_nothing(tmp_path):
+    path = make_dataset(tmp_path, num_train=7)
+    name = "d_train_{:06d}.bin".format
+    good = (tmp_path / name(1)).read_bytes()
+    bad = {1: b"\0" * 4 + good[4:], 2: good[:8] + struct.pack("<i", 9) + good[12:], 3: good[:-3]}
+    bad[4] = good[:-2] + struct.pack("<H", 50300)
+    for number, content in bad.items():
+        (tmp_path / name(number)).write_bytes(content)
+    (tmp_path / name(5)).unlink()
+    (tmp_path / name(5)).mkdir()
+    (tmp_path / name(6)).unlink()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match="6 bad files") as caught:
+        verify_shards(path, num_threads=3)
+    lines = str(caught.value).splitlines()[1:]
+    for number, message in enumerate(
+        ["starts with 0, 1", "says 9 tokens", "has 1041 bytes", r"token 9 (byte 1042) is 50300"]
+        + ["a folder", "No such file"],
+        1,
+    ):
+        assert name(number) in lines[number - 1] and message in lines[number - 1]
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+
+
+def test_shards_elsewhere_are_found_though_the_data_folder_is_a_link(tmp_path):
+    (tmp_path / "disk" / "deep").mkdir(parents=True)
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "data").symlink_to(tmp_path / "disk" / "deep")
+    folder = tmp_path / "project" / "data" / "d"
+    elsewhere = tmp_path / "elsewhere.bin"
+    write_shard(elsewhere, np.arange(5))
+    write_shard(folder / "val.bin", np.arange(5))
+    entries = [describe_shard(elsewhere, "train"), describe_shard(folder / "val.bin", "val")]
+    content = build_manifest(folder, "d", entries, source={})
+    (folder / "manifest.json").write_text(json.dumps(content))
+    assert [shard["path"] for shard in content["shards"]] == [str(elsewhere), "val.bin"]
+    assert load_manifest(folder / "manifest.json").num_train_tokens == 5

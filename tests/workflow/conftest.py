@@ -51,15 +51,17 @@ if name == "prepare_dataset":
     write(Path(options["--folder"][0]) / "hellaswag.jsonl")
 if name == "fetch_shard":
     write(Path(options["--folder"][0]) / options["--shard"][0])
+    write(Path(options["--folder"][0]) / (options["--shard"][0] + ".json"))
 if name == "export_model":
     for file in ("model.safetensors", "config.json", "export.json"):
         write(Path(options["--folder"][0]) / file)
 if name == "export_llmc":
     for file in ("model", "model_bf16", "gpt2_tokenizer", "debug_state"):
         write(Path(options["--folder"][0]) / f"{file}.bin")
+content = json.dumps({"files": ["first", "second"]} if name == "list_files" else {})
 for key in ("--output", "--speed", "--done", "--val-loss", "--hellaswag"):
     for path in options.get(key, []):
-        write(path)
+        write(path, content)
 """
 
 

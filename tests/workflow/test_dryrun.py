@@ -244,12 +244,51 @@ def test_more_shards_fetch_only_the_new_ones(project):
     project.edit("config/config.yaml", "num_shards: 100\n", "num_shards: 2\n")
     project.succeed(target)
     assert project.jobs(target) == {}
-    (folder / "edu_fineweb_train_000001.bin").touch()
+    for file in folder.iterdir():
+        file.touch()
     assert project.jobs(target) == {}
     (folder / "edu_fineweb_train_000001.bin").unlink()
-    assert project.jobs(target)["fetch_shard"] == 1
+    (folder / "manifest.json").unlink()
+    assert project.jobs(target) == {"list_shards": 1, target: 1}, "which fetches what is gone"
     project.edit("config/config.yaml", "num_shards: 2\n", "num_shards: 3\n")
-    assert project.jobs(target)["fetch_shard"] == 2
+    assert project.jobs(target)["fetch_shard"] == 1
+
+
+def test_text_of_the_hub_is_listed_then_tokenized_file_by_file_then_packed(project):
+    target = "data_fineweb-10b"
+    assert project.jobs(target) == {"list_files": 1, "pack_dataset": 1, target: 1}
+    project.succeed(target)
+    assert project.calls == ["list_files", *["tokenize_file"] * 2, "prepare_dataset"]
+    assert project.jobs(target) == {}
+    for file in project.folder.glob("results/data/fineweb-10b/**/*.json"):
+        file.touch()
+    assert project.jobs(target) == {}
+    project.edit(
+        "config/config.yaml",
+        "    files: [sample/10BT/*.parquet]",
+        "    num_shards: 5\n    files: [sample/10BT/*.parquet]",
+    )
+    assert project.jobs(target) == {"pack_dataset": 1, target: 1}
+    (project.folder / "results/data/fineweb-10b/manifest.json").unlink()
+    (project.folder / "results/data/fineweb-10b/tokenized/000001.json").unlink()
+    assert project.jobs(target) == {"tokenize_file": 1, "pack_dataset": 1, target: 1}
+
+
+def test_own_shards_are_checked_and_scored_on_hellaswag(project):
+    config = "datasets: {own: {source: shards, train_paths: [a*], val_paths: [b*]}}\n"
+    project.write("mine.yaml", config + "runs: {own: {extends: tiny, dataset: own}}\n")
+    jobs = project.jobs("evaluate_own", "--configfile", "mine.yaml")
+    expected = {"check_shards": 1, "fetch_questions": 1, "write_settings": 1, "train": 1} | SCORES
+    assert jobs == expected | {"evaluate_own": 1}
+
+
+@pytest.mark.parametrize(
+    ("folder", "jobs"),
+    [("builtin", {"prepare_dataset": 1}), ("hellaswag", {"fetch_questions": 1})],
+)
+def test_llm_c_s_file_of_questions_is_made_on_demand(project, folder, jobs):
+    target = f"results/data/{folder}/hellaswag_val.bin"
+    assert project.jobs(target) == jobs | {"write_eval_file": 1}
 
 
 @pytest.mark.parametrize(

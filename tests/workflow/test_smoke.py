@@ -1,13 +1,10 @@
 """Whole runs on the CPU: every script, started by the rules, on data as small as will do."""
 
 import base64
-import hashlib
 import json
 import re
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from os import cpu_count, getloadavg
 from pydoc_data.topics import topics
 
@@ -19,10 +16,10 @@ import torch
 from real_project import ROOT, RealProject
 
 from miniseries.checkpoint import checkpoint_folder, load_model_weights
-from miniseries.fetch import HELLASWAG_FILE, HELLASWAG_REPOSITORY
 from miniseries.huggingface import load_export
 from miniseries.metrics import read_json, read_metrics
 from miniseries.model import GPT
+from miniseries.questions import HELLASWAG_FILE
 from miniseries.shards import write_shard
 
 CONFIGS = ROOT / "tests/config"
@@ -41,7 +38,8 @@ SCRIPTS = {
     "default": "prepare_dataset write_settings train_run export_model score_model write_samples "
     "plot_run plot_series write_summary render_page",
     "own text": "find_checkpoint export_llmc",
-    "hub": "fetch_shard fetch_questions verify_dataset",
+    "hub": "fetch_shard fetch_questions verify_dataset write_eval_file",
+    "hub text": "list_files tokenize_file",
     "by hand": "bench_run",
 }
 
@@ -214,72 +212,40 @@ def test_two_processes_give_the_losses_of_one(own_text):
     assert read_json(own_text.folder / "bench.json")["tokens_per_second"]["median"] > 0
 
 
-class Hub(BaseHTTPRequestHandler):
-    """Answers as the Hugging Face hub does for the files of `server.files`."""
-
-    def log_message(self, *args):
-        pass
-
-    def do_HEAD(self):
-        self.answer(with_content=False)
-
-    def do_GET(self):
-        self.answer(with_content=True)
-
-    def answer(self, with_content):
-        repository, _, name = self.path.removeprefix("/datasets/").partition("/resolve/")
-        content = self.server.files.get((repository, name.partition("/")[2]))
-        self.send_response(200 if content else 404)
-        self.send_header("Content-Length", str(len(content or b"")))
-        self.send_header("X-Repo-Commit", "0123456789abcdef0123456789abcdef01234567")
-        self.send_header("ETag", f'"{hashlib.sha256(content or b"").hexdigest()}"')
-        self.end_headers()
-        if with_content and content:
-            self.server.sent.append(name.partition("/")[2])
-            self.wfile.write(content)
-
-
 @pytest.fixture
-def hub(tmp_path):
+def data_hub(hub, tmp_path):
     """A hub with three shards and HellaSwag's questions."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.files, server.sent = {}, []
     for name in ("val_000000", "train_000001", "train_000002"):
         tokens = np.random.RandomState(0).randint(500, size=3000)
         write_shard(tmp_path / "shard.bin", tokens)
-        content = (tmp_path / "shard.bin").read_bytes()
-        server.files["someone/tokens", f"edu_fineweb_{name}.bin"] = content
+        hub.files[f"edu_fineweb_{name}.bin"] = (tmp_path / "shard.bin").read_bytes()
     question = {"ind": 1, "activity_label": "Roofs", "ctx_a": "A man sits.", "ctx_b": "he"}
     question |= {"ctx": "A man sits. he", "endings": ["is.", "rips.", "holds.", "starts."]}
     pq.write_table(pa.Table.from_pylist([question | {"label": "3"}] * 4), tmp_path / "q.parquet")
-    server.files[HELLASWAG_REPOSITORY, HELLASWAG_FILE] = (tmp_path / "q.parquet").read_bytes()
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    hub.files[HELLASWAG_FILE] = (tmp_path / "q.parquet").read_bytes()
+    return hub
 
 
 @pytest.mark.slow
-def test_shards_of_the_hub_are_fetched_trained_on_and_verified(make_project, hub, tmp_path):
+def test_shards_of_the_hub_are_fetched_trained_on_and_verified(make_project, data_hub):
     dataset = "fineweb-edu-100b-first100"
     project = make_project(CONFIGS / "faults.yaml")
     project.configure({"runs": {"tiny": {"dataset": dataset, "max_steps": 5}}})
     change = {"repository": "someone/tokens", "num_shards": 2, "val_tokens": 512}
     project.configure({"datasets": {dataset: change}})
-    environment = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "NO_PROXY": "*"}
-    environment |= {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
-    project.succeed("evaluate_tiny", f"verify_{dataset}", env=environment)
+    questions = "results/data/hellaswag/hellaswag_val.bin"
+    project.succeed("evaluate_tiny", f"verify_{dataset}", questions)
     assert set(SCRIPTS["hub"].split()) <= project.scripts_started()
-    assert sorted(hub.sent) == sorted(name for _, name in hub.files)
+    assert sorted(data_hub.sent) == sorted(data_hub.files)
     assert read_json(project.path("evaluate/tiny/hellaswag.json"))["num_items"] == 4
     shard = project.path(f"data/{dataset}/edu_fineweb_train_000002.bin")
     good = shard.read_bytes()
     shard.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     text = project.fail(f"verify_{dataset}")
-    assert f"{shard.name}: its sha256 is not the manifest's; delete it" in text
+    assert f"{shard.name}: its sha256 is not the manifest's; put a good copy" in text
     shard.unlink()
     (shard.parent / "manifest.json").unlink()
-    project.succeed(f"verify_{dataset}", env=environment)
+    project.succeed(f"verify_{dataset}")
     assert shard.read_bytes() == good
-    assert hub.sent.count(shard.name) == 2 and len(hub.sent) == 5
+    assert data_hub.sent.count(shard.name) == 2 and len(data_hub.sent) == 5
     assert "train" not in project.jobs("train_tiny")

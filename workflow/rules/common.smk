@@ -33,8 +33,17 @@ DEFAULT_RUNS = [run for name in config["default_runs"] for run in TARGETS[name]]
 SERIES = [run for name in config["series"] for run in TARGETS[name]]
 # Runs drawn together: each sweep by itself, all others in the figure of the miniseries.
 SERIES_FIGURES = {"miniseries": [name for name in TARGETS if name in RUNS]} | SWEEPS
-ON_HUB = [name for name, entry in DATASETS.items() if entry["source"] == "hub-shards"]
-LOCAL = [name for name in DATASETS if name not in ON_HUB]
+
+
+def datasets_from(*sources):
+    """Names of the datasets with one of these sources."""
+    return [name for name, entry in DATASETS.items() if entry["source"] in sources]
+
+
+LOCAL_TEXT = datasets_from("builtin", "builtin-large", "files")
+OWN_SHARDS = datasets_from("shards")
+HUB_SHARDS = datasets_from("hub-shards")
+HUB_TEXT = datasets_from("hub-text")
 
 
 def any_of(names):
@@ -71,18 +80,37 @@ def manifest_path(run):
 
 
 def questions_path(run):
-    """Question file for the run: made along with local data, HellaSwag's own for hub data."""
+    """Question file for the run: made along with local text, HellaSwag's own for other data."""
     dataset = RUNS[run]["recipe"]["dataset"]
-    folder = dataset if dataset in LOCAL else "hellaswag"
+    folder = dataset if dataset in LOCAL_TEXT else "hellaswag"
     return f"results/data/{folder}/hellaswag.jsonl"
 
 
-def shards_of(dataset):
-    """Shard files to fetch; none for datasets that are made here."""
-    if dataset in LOCAL:
+def shard_notes(dataset):
+    """Notes of the shards to fetch; none for datasets that are made here."""
+    if dataset not in HUB_SHARDS:
         return []
     files = [file for file, split in shard_files(DATASETS[dataset])]
-    return expand("results/data/{dataset}/{file}", dataset=dataset, file=files)
+    return expand("results/data/{dataset}/{file}.json", dataset=dataset, file=files)
+
+
+def number_of_shards(wildcards, output):
+    """Shards of the dataset; says only how far it is, so it is no rerun trigger."""
+    return len(shard_notes(wildcards.dataset))
+
+
+def text_options(dataset):
+    """What of a dataset's entry decides the tokens of its files, not how they are cut."""
+    keys = ("source", "repository", "revision", "text_key", "min_doc_tokens")
+    return {key: value for key, value in DATASETS[dataset].items() if key in keys}
+
+
+def tokenized_files(wildcards):
+    """Notes of the files of text that a dataset consists of, once the hub has listed them."""
+    listed = checkpoints.list_files.get(dataset=wildcards.dataset).output.files
+    numbers = range(len(json.loads(Path(listed).read_text())["files"]))
+    folder = f"results/data/{wildcards.dataset}/tokenized"
+    return [f"{folder}/{number:06d}.json" for number in numbers]
 
 
 # Training

@@ -1,10 +1,16 @@
 """Token shards and question files.
 
 OUTPUTS:
-    results/data/{dataset}/manifest.json      names, sizes, and sha256 of the shards beside it
-    results/data/{dataset}/hellaswag.jsonl    questions made from the dataset's own text
-    results/data/hellaswag/hellaswag.jsonl    HellaSwag's validation questions, for hub datasets
-Other rules depend on the small manifest alone, never on a shard: a touched shard changes nothing.
+    results/data/{dataset}/manifest.json       names, sizes, and sha256 of the shards beside it
+    results/data/{dataset}/{shard}.bin.json    the same of one shard of the hub
+    results/data/{dataset}/files.json          files of a repository that are tokenized here
+    results/data/{dataset}/tokenized/*.json    what was found in each of them
+    results/data/{dataset}/hellaswag.jsonl     questions made from the dataset's own text
+    results/data/hellaswag/hellaswag.jsonl     HellaSwag's validation questions, for all others
+    results/data/{dataset}/hellaswag_val.bin   either of them as llm.c's evaluation file
+Snakemake deletes the outputs of a job before it runs again, also those that a second command is about
+to make. So they are small notes; shards and streams of tokens lie beside them undeclared, guarded by
+the scripts' file locks. Other rules depend on the manifest alone: a touched shard changes nothing.
 """
 
 
@@ -18,10 +24,35 @@ rule prepare_dataset:
     benchmark:
         "results/benchmarks/prepare_dataset/{dataset}.tsv"
     wildcard_constraints:
-        dataset=any_of(LOCAL),
+        dataset=any_of(LOCAL_TEXT),
     conda:
         "../envs/miniseries.yaml"
     threads: 64
+    params:
+        python=interpreter,
+        dataset=lambda wildcards: json.dumps(DATASETS[wildcards.dataset]),
+        folder=subpath(output.manifest, parent=True),
+    shell:
+        r"""
+        {params.python:q} workflow/scripts/prepare_dataset.py \
+            --name {wildcards.dataset:q} \
+            --dataset {params.dataset:q} \
+            --folder {params.folder:q} \
+            --workers {threads} \
+            --manifest {output.manifest:q} >{log:q} 2>&1
+        """
+
+
+rule check_shards:
+    """Read token files that another tool made, and convert those that need it."""
+    output:
+        manifest="results/data/{dataset}/manifest.json",
+    log:
+        "results/logs/check_shards/{dataset}.log",
+    wildcard_constraints:
+        dataset=any_of(OWN_SHARDS),
+    conda:
+        "../envs/miniseries.yaml"
     params:
         python=interpreter,
         dataset=lambda wildcards: json.dumps(DATASETS[wildcards.dataset]),
@@ -39,11 +70,11 @@ rule prepare_dataset:
 rule fetch_shard:
     """Download one shard and check it; an interrupted download goes on where it stopped."""
     output:
-        shard="results/data/{dataset}/{shard}.bin",
+        note="results/data/{dataset}/{shard}.bin.json",
     log:
         "results/logs/fetch_shard/{dataset}/{shard}.log",
     wildcard_constraints:
-        dataset=any_of(ON_HUB),
+        dataset=any_of(HUB_SHARDS),
         shard=r"[^/]+_(val|train)_\d{6}",
     retries: 3
     localrule: True  # compute nodes often have no network
@@ -60,23 +91,25 @@ rule fetch_shard:
                 for key in ("repository", "revision")
             }
         ),
-        folder=subpath(output.shard, parent=True),
-        file=subpath(output.shard, basename=True),
+        folder=subpath(output.note, parent=True),
+        num_files=number_of_shards,
     shell:
         r"""
         {params.python:q} workflow/scripts/fetch_shard.py \
+            --name {wildcards.dataset:q} \
             --dataset {params.dataset:q} \
-            --shard {params.file:q} \
-            --folder {params.folder:q} >{log:q} 2>&1
+            --shard {wildcards.shard:q}.bin \
+            --num-files {params.num_files} \
+            --folder {params.folder:q} 2>{log:q}
         """
 
 
 rule list_shards:
-    """Write the manifest of a dataset once all its shards are there."""
+    """Write the manifest of a dataset once all its shards are there; one that is gone is fetched."""
 
-    # `ancient`: a touched shard is no new one. A changed byte is what verify_<dataset> finds.
+    # `ancient`: a note that is written again is no new shard
     input:
-        shards=ancient(lambda wildcards: shards_of(wildcards.dataset)),
+        notes=ancient(lambda wildcards: shard_notes(wildcards.dataset)),
     output:
         manifest="results/data/{dataset}/manifest.json",
     log:
@@ -84,7 +117,8 @@ rule list_shards:
     benchmark:
         "results/benchmarks/list_shards/{dataset}.tsv"
     wildcard_constraints:
-        dataset=any_of(ON_HUB),
+        dataset=any_of(HUB_SHARDS),
+    localrule: True
     conda:
         "../envs/miniseries.yaml"
     params:
@@ -97,6 +131,101 @@ rule list_shards:
             --name {wildcards.dataset:q} \
             --dataset {params.dataset:q} \
             --folder {params.folder:q} \
+            --manifest {output.manifest:q} >{log:q} 2>&1
+        """
+
+
+checkpoint list_files:
+    """Ask the hub which files a dataset consists of, with their sizes and hashes."""
+    output:
+        files="results/data/{dataset}/files.json",
+    log:
+        "results/logs/list_files/{dataset}.log",
+    wildcard_constraints:
+        dataset=any_of(HUB_TEXT),
+    retries: 3
+    localrule: True
+    conda:
+        "../envs/miniseries.yaml"
+    resources:
+        download=1,
+    params:
+        python=interpreter,
+        dataset=lambda wildcards: json.dumps(
+            {
+                key: value
+                for key, value in DATASETS[wildcards.dataset].items()
+                if key in ("repository", "revision", "files", "val_files", "num_files")
+            }
+        ),
+    shell:
+        r"""
+        {params.python:q} workflow/scripts/list_files.py \
+            --dataset {params.dataset:q} \
+            --output {output.files:q} >{log:q} 2>&1
+        """
+
+
+rule tokenize_file:
+    """Fetch one file of text, tokenize it, and delete it."""
+
+    # `ancient`: the same files listed again are no new ones. What changed in them the script knows.
+    input:
+        files=ancient("results/data/{dataset}/files.json"),
+    output:
+        done="results/data/{dataset}/tokenized/{number}.json",
+    log:
+        "results/logs/tokenize_file/{dataset}/{number}.log",
+    wildcard_constraints:
+        dataset=any_of(HUB_TEXT),
+        number=r"\d{6}",
+    retries: 3
+    localrule: True
+    conda:
+        "../envs/miniseries.yaml"
+    resources:
+        download=1,
+    params:
+        python=interpreter,
+        dataset=lambda wildcards: json.dumps(text_options(wildcards.dataset)),
+        folder=subpath(input.files, parent=True),
+    shell:
+        r"""
+        {params.python:q} workflow/scripts/tokenize_file.py \
+            --name {wildcards.dataset:q} \
+            --dataset {params.dataset:q} \
+            --number {wildcards.number:q} \
+            --folder {params.folder:q} \
+            --done {output.done:q} 2>{log:q}
+        """
+
+
+rule pack_dataset:
+    """Cut the tokens of all files into shards, and write the manifest."""
+    input:
+        notes=tokenized_files,
+    output:
+        manifest="results/data/{dataset}/manifest.json",
+    log:
+        "results/logs/pack_dataset/{dataset}.log",
+    benchmark:
+        "results/benchmarks/pack_dataset/{dataset}.tsv"
+    wildcard_constraints:
+        dataset=any_of(HUB_TEXT),
+    localrule: True
+    conda:
+        "../envs/miniseries.yaml"
+    params:
+        python=interpreter,
+        dataset=lambda wildcards: json.dumps(DATASETS[wildcards.dataset]),
+        folder=subpath(output.manifest, parent=True),
+    shell:
+        r"""
+        {params.python:q} workflow/scripts/prepare_dataset.py \
+            --name {wildcards.dataset:q} \
+            --dataset {params.dataset:q} \
+            --folder {params.folder:q} \
+            --workers 1 \
             --manifest {output.manifest:q} >{log:q} 2>&1
         """
 
@@ -115,10 +244,37 @@ rule fetch_questions:
         download=1,
     params:
         python=interpreter,
+        source=config["questions"]["source"],
+        revision=config["questions"]["revision"],
     shell:
         r"""
         {params.python:q} workflow/scripts/fetch_questions.py \
+            --source {params.source:q} \
+            --revision {params.revision:q} \
             --output {output.questions:q} >{log:q} 2>&1
+        """
+
+
+rule write_eval_file:
+    """Write questions as llm.c reads them, in tokens."""
+    input:
+        questions="results/data/{folder}/hellaswag.jsonl",
+    output:
+        eval="results/data/{folder}/hellaswag_val.bin",
+    log:
+        "results/logs/write_eval_file/{folder}.log",
+    wildcard_constraints:
+        folder=any_of([*LOCAL_TEXT, "hellaswag"]),
+    localrule: True
+    conda:
+        "../envs/miniseries.yaml"
+    params:
+        python=interpreter,
+    shell:
+        r"""
+        {params.python:q} workflow/scripts/write_eval_file.py \
+            --questions {input.questions:q} \
+            --output {output.eval:q} >{log:q} 2>&1
         """
 
 

@@ -1,14 +1,14 @@
-"""Make one dataset: token shards, questions, and at the end its manifest; rule `prepare_dataset`.
+"""Make one dataset: what is missing of its shards, questions, and at the end its manifest.
 
-For `source: hub-shards` the shards are fetched already and only the manifest is made.
+Rules `prepare_dataset`, `list_shards`, and `pack_dataset` call it. An interrupted call goes on.
 """
 
 import argparse
 import json
 from pathlib import Path
 
-from miniseries.encode import prepare_dataset
 from miniseries.metrics import run_main
+from miniseries.prepare import prepare_dataset
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
@@ -18,4 +18,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("--folder", type=Path, required=True, help="for shards and hellaswag.jsonl")
     parser.add_argument("--manifest", type=Path, required=True, help="written last")
+    parser.add_argument(
+        "--workers", dest="num_workers", type=int, help="processes that tokenize; default all cores"
+    )
     run_main(prepare_dataset, **vars(parser.parse_args()))

@@ -8,9 +8,8 @@ import argparse
 import os
 from pathlib import Path
 
-from miniseries.distributed import die_with_parent
 from miniseries.launcher import launch
-from miniseries.metrics import run_main
+from miniseries.metrics import die_with_parent, run_main
 from miniseries.trainer import train
 
 if __name__ == "__main__":

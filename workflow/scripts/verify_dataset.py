@@ -3,13 +3,13 @@
 import argparse
 from pathlib import Path
 
-from miniseries.metrics import run_main
+from miniseries.metrics import num_cores, run_main
 from miniseries.shards import verify_shards
 
 
 def verify_dataset(manifest: Path) -> None:
     """Print that all shards are good, or raise with the bad ones' names."""
-    print(f"{manifest}: {verify_shards(manifest)} shards, all good")
+    print(f"{manifest}: {verify_shards(manifest, num_cores())} shards, all good")
 
 
 if __name__ == "__main__":

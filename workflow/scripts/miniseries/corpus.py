@@ -1,352 +1,331 @@
-"""Text of a dataset as a stream of documents, split into training and validation.
+"""Text of a dataset as documents, in a fixed order, cut into parts that workers read side by side.
 
-Which split a document belongs to depends on its text alone, so neither the order of the files
-nor the number of workers moves it, and equal documents are never on both sides.
+Which split a document belongs to depends on its text, its file, or its place, never on a worker.
+Part after part and document after document give the same text however many workers there are.
 """
 
-import ast
 import glob
 import hashlib
-import importlib
+import io
 import json
-import os
-import random
 import re
-import sysconfig
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
+
+from miniseries.prose import builtin_documents
 
 VAL_FRACTION = 0.1
-NUM_QUESTIONS = 200
-SOURCES = ("builtin", "builtin-large", "files")
+PART_BYTES = 256_000_000  # of files; enough to keep a worker busy for some seconds
+MAX_TEXT_BYTES = 256_000_000  # of a .txt file that is one document, since it is held in memory
 PARQUET_ROWS = 1_000  # rows held at once
-PARALLEL_MODULES = 2_000  # below, starting processes takes longer than parsing
-MAX_WORKERS = 16
-MAX_NAMED = 5  # bad lines named in the manifest
-# Folders without prose of their own, and the three that Linux distributions package apart
-# from Python: with them the text would differ from one installation to the next.
-SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-SKIPPED_FOLDERS |= {"idlelib", "tkinter", "turtledemo"}
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+MAX_NAMED = 5  # bad documents named in the manifest
 SURROGATE = re.compile("[\ud800-\udfff]")
-SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"'(])")
-PROSE = re.compile(r"[A-Z][^|<>{}\[\]\\]*[.!?]")  # no tables, code, or markup
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 
 
 class Document(NamedTuple):
-    """One text; the name (module, file, or file and line) appears in messages and questions."""
+    """One text in UTF-8; the name (module, file, file and line or row) appears in messages."""
 
     name: str
-    text: str
+    text: bytes
 
 
-class Passage(NamedTuple):
-    """A few sentences of a held-out document and the one that follows them."""
+class Piece(NamedTuple):
+    """A file or a stretch: bytes of a .jsonl, row groups of a .parquet; None is to its end."""
 
-    name: str
-    context: str
-    ending: str
+    path: str
+    start: int = 0
+    stop: int | None = None
+
+
+class Part(NamedTuple):
+    """What one worker reads at a time; no pieces stand for the prose of Python.
+
+    `split` is "val" or "train" where whole files are held out, else None.
+    """
+
+    pieces: tuple[Piece, ...]
+    split: str | None
 
 
 @dataclass
 class Findings:
-    """What reading a corpus found; `read_documents` fills it on the way."""
+    """What reading found; filled on the way, added up over parts."""
 
     num_documents: int = 0
-    num_duplicates: int = 0
+    num_empty: int = 0
+    num_short: int = 0
     num_repaired: int = 0
-    num_bad_lines: int = 0
-    bad_lines: list[str] = field(default_factory=list)
-    text_hash: Any = field(default_factory=hashlib.sha256)
+    num_bad: int = 0
+    bad: list[str] = field(default_factory=list)
 
-    def add_bad_line(self, place: str, reason: str) -> None:
-        self.num_bad_lines += 1
-        if len(self.bad_lines) < MAX_NAMED:
-            self.bad_lines.append(f"{place}: {reason}")
+    def add_bad(self, place: str, reason: str) -> None:
+        """Count a document that is left out, and name the first few."""
+        self.num_bad += 1
+        if len(self.bad) < MAX_NAMED:
+            self.bad.append(f"{place}: {reason}")
+
+    def add(self, other: dict[str, Any]) -> None:
+        """Add the findings (as a dictionary) of another part."""
+        for key, value in other.items():
+            setattr(self, key, getattr(self, key) + value)
+        del self.bad[MAX_NAMED:]
 
 
-def read_documents(dataset: dict[str, Any], findings: Findings) -> Iterator[Document]:
-    """Documents of a dataset, in a fixed order, each text once, empty ones left out.
+def plan_parts(dataset: dict[str, Any]) -> list[Part]:
+    """The parts of a `builtin`, `builtin-large`, or `files` dataset; held-out files come first.
+
+    Raises:
+        ValueError: a glob without a match, an unknown suffix, an unreadable .parquet.
+    """
+    if dataset["source"] != "files":
+        return [Part((), None)]
+    held_out = _find_files(dataset["val_paths"]) if dataset.get("val_paths") else []
+    files = [path for path in _find_files(dataset["paths"]) if path not in set(held_out)]
+    if not held_out:
+        return _parts_of(files, None)
+    return _parts_of(held_out, "val") + _parts_of(files, "train")
+
+
+def _parts_of(files: Sequence[str], split: str | None) -> list[Part]:
+    """Large files cut into several parts, small ones put together in one."""
+    parts: list[Part] = []
+    begun: list[Piece] = []
+    room = PART_BYTES
+    for path in files:
+        for piece, num_bytes in _pieces_of(path):
+            if begun and num_bytes > room:
+                parts.append(Part(tuple(begun), split))
+                begun, room = [], PART_BYTES
+            begun.append(piece)
+            room -= num_bytes
+    return [*parts, Part(tuple(begun), split)] if begun else parts
+
+
+def _pieces_of(path: str) -> Iterator[tuple[Piece, int]]:
+    """Pieces of a file with their sizes in bytes."""
+    num_bytes = Path(path).stat().st_size
+    if path.endswith(".jsonl"):
+        for start in range(0, max(num_bytes, 1), PART_BYTES):
+            stop = min(start + PART_BYTES, num_bytes)
+            yield Piece(path, start, stop), stop - start
+    elif path.endswith(".parquet"):
+        sizes = _row_group_bytes(path)
+        start, size = 0, 0
+        for group, group_bytes in enumerate(sizes):
+            size += group_bytes
+            if size >= PART_BYTES or group == len(sizes) - 1:
+                yield Piece(path, start, group + 1), size
+                start, size = group + 1, 0
+    else:
+        yield Piece(path), num_bytes
+
+
+def _row_group_bytes(path: str) -> list[int]:
+    """Bytes of each row group of a .parquet file, uncompressed."""
+    from pyarrow import ArrowException, parquet  # half a second, needed for this kind only
+
+    try:
+        about = parquet.read_metadata(path)
+    except ArrowException as error:
+        raise ValueError(f"{path}: cannot be read as parquet ({error})") from None
+    return [about.row_group(group).total_byte_size for group in range(about.num_row_groups)]
+
+
+def read_part(part: Part, dataset: dict[str, Any], findings: Findings) -> Iterator[Document]:
+    """Documents of a part in their order, empty ones left out.
 
     Lone surrogates, which no UTF-8 text can hold, become U+FFFD; everything else, NUL and
     special strings such as <|endoftext|> too, stays as it is.
 
     Args:
-        dataset: entry of the configuration: `source`, and for files `paths`, `text_key`, `split`.
+        dataset: entry of the configuration: `source`, and for files `text_key`, `split`.
         findings: filled while the documents are read.
 
     Raises:
-        ValueError: unknown source, no such file, unreadable text.
+        ValueError: unreadable text.
     """
-    source = dataset["source"]
-    if source == "files":
-        raw = file_documents(
-            dataset["paths"], dataset.get("text_key", "text"), dataset.get("split"), findings
-        )
-    elif source in SOURCES:
-        raw = builtin_documents(with_packages=source == "builtin-large")
+    if part.pieces:
+        raw = _piece_documents(part, dataset, findings)
     else:
-        raise ValueError(f"source {source!r} has no text; known: {', '.join(SOURCES)}")
-    seen: set[int] = set()
+        raw = builtin_documents(with_packages=dataset["source"] == "builtin-large")
     for name, text in raw:
-        if not text.strip():
+        if not text or text.isspace():
+            findings.num_empty += 1
             continue
-        repaired = SURROGATE.sub("\ufffd", text)
-        findings.num_repaired += repaired != text
-        digest = hashlib.sha256(repaired.encode()).digest()
-        key = int.from_bytes(digest[:8], "big")  # 8 bytes: memory of ~80 bytes per document
-        if key in seen:
-            findings.num_duplicates += 1
-            continue
-        seen.add(key)
-        findings.num_documents += 1
-        findings.text_hash.update(digest)
-        yield Document(name, repaired)
+        try:
+            encoded = text.encode()
+        except UnicodeEncodeError:
+            encoded = SURROGATE.sub("\ufffd", text).encode()
+            findings.num_repaired += 1
+        yield Document(name, encoded)
 
 
-def num_cores() -> int:
-    """Cores this process may use; macOS tells only how many there are."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def _piece_documents(
+    part: Part, dataset: dict[str, Any], findings: Findings
+) -> Iterator[tuple[str, str]]:
+    for piece in part.pieces:
+        try:
+            yield from READERS[_kind(piece.path)](piece, dataset, findings)
+        except OSError as error:  # a cut .gz does not say which one it is
+            raise ValueError(f"{piece.path}: cannot be read ({error})") from None
 
 
-def is_validation(text: str, val_fraction: float) -> bool:
+def is_validation(text: bytes, val_fraction: float) -> bool:
     """Whether a document is held out: decided by its sha256 alone, uniform over documents."""
-    return int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) / 2**32 < val_fraction
+    return int.from_bytes(hashlib.sha256(text).digest()[:4], "big") / 2**32 < val_fraction
 
 
-def builtin_documents(with_packages: bool = False) -> Iterator[Document]:
-    """Language reference and docstrings of the running Python, by name; identical ones once.
-
-    Args:
-        with_packages: also the docstrings of every installed package.
-
-    Raises:
-        ValueError: this Python ships without its sources.
-    """
-    try:
-        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-    except ImportError:
-        raise ValueError(
-            "this Python has no pydoc_data.topics, so `source: builtin` has no text; use a full "
-            "installation of Python or `source: files`"
-        ) from None
-    for topic in sorted(topics):
-        yield Document(f"topic {topic}", topics[topic])
-    places = sysconfig.get_paths()
-    folders = [places["stdlib"]]
-    if with_packages:
-        folders += sorted({places["purelib"], places["platlib"]})
-    seen: set[str] = set()
-    for folder in folders:
-        yield from _docstrings_of_folder(Path(folder), seen)
+def _kind(path: str) -> str:
+    """Suffix of a file, without the compression's."""
+    suffix = Path(path).suffix
+    return Path(Path(path).stem).suffix if suffix in COMPRESSED else suffix
 
 
-def _docstrings_of_folder(root: Path, seen: set[str]) -> Iterator[Document]:
-    """One document per module below `root`: the docstrings that no module before it had."""
-    modules = {}
-    for path in root.rglob("*.py"):
-        parts = path.relative_to(root).with_suffix("").parts
-        if not SKIPPED_FOLDERS.intersection(parts[:-1]):
-            modules[".".join(part for part in parts if part != "__init__")] = path
-    names = sorted(modules)
-    for name, texts in zip(names, _parse_modules([modules[name] for name in names]), strict=True):
-        new = [text for text in dict.fromkeys(texts) if text not in seen]
-        seen.update(new)
-        if new:
-            yield Document(name, "\n\n".join(new))
-
-
-def _parse_modules(paths: Sequence[Path]) -> Iterator[list[str]]:
-    """`module_docstrings` of each path, in order; thousands of them on several cores."""
-    if len(paths) < PARALLEL_MODULES:
-        yield from map(module_docstrings, paths)
-        return
-    num_workers = min(num_cores(), MAX_WORKERS)
-    # spawned, not forked: the tokenizer's threads may be running already
-    with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")) as pool:
-        yield from pool.map(module_docstrings, paths, chunksize=50)
-
-
-def module_docstrings(path: Path) -> list[str]:
-    """Docstrings of a source file in their order; a file that does not parse has none."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in other people's code
-            tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError, RecursionError, OSError):
-        return []
-    nodes = [node for node in ast.walk(tree) if isinstance(node, DOCUMENTED)]
-    nodes.sort(key=lambda node: getattr(node, "lineno", 0))  # walk goes level by level
-    return [text for text in map(ast.get_docstring, nodes) if text]
-
-
-def file_documents(
-    paths: Sequence[str], text_key: str, split: str | None, findings: Findings
-) -> Iterator[Document]:
-    """Documents of the user's own files, sorted by path.
-
-    Args:
-        paths: globs of .txt, .jsonl, and .parquet files; `**` goes through folders.
-        text_key: column or key that holds the text of .parquet and .jsonl files.
-        split: "blank_lines" makes each block of a .txt file a document; None, each file.
-
-    Raises:
-        ValueError: a glob without a match, an unknown suffix, a missing column, bad text.
-    """
+def _find_files(patterns: Sequence[str]) -> list[str]:
+    """Files that match the globs, by name, each once."""
     files: set[str] = set()
-    for pattern in paths:
+    for pattern in patterns:
         found = glob.glob(pattern, recursive=True)  # noqa: PTH207 (Path's takes no absolute one)
         matches = [path for path in found if Path(path).is_file()]
         if not matches:
             raise ValueError(f"no file matches {pattern!r}; check `paths` of the dataset")
         files.update(matches)
-    unknown = sorted(path for path in files if Path(path).suffix not in READERS)
-    if unknown:
-        raise ValueError(
-            f"{unknown[0]}: unknown kind of file; known suffixes: {', '.join(READERS)}"
-        )
     for path in sorted(files):
-        yield from READERS[Path(path).suffix](Path(path), text_key, split, findings)
+        is_packed_parquet = _kind(path) == ".parquet" and not path.endswith(".parquet")
+        if _kind(path) not in READERS or is_packed_parquet:
+            known = ", ".join(READERS)
+            raise ValueError(
+                f"{path}: unknown kind of file; known are {known}; .txt and .jsonl may "
+                "be packed, .gz or .zst"
+            )
+    return sorted(files)
+
+
+def _open(path: str) -> IO[bytes]:
+    """A file to read bytes from, unpacked on the way."""
+    compression = COMPRESSED.get(Path(path).suffix)
+    if compression is None:
+        return Path(path).open("rb")
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.input_stream(path, compression=compression), 1 << 20)
 
 
 def _text_documents(
-    path: Path, text_key: str, split: str | None, findings: Findings
-) -> Iterator[Document]:
+    piece: Piece, dataset: dict[str, Any], findings: Findings
+) -> Iterator[tuple[str, str]]:
+    path = piece.path
+    by_blocks = dataset.get("split") == "blank_lines"
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            if split != "blank_lines":
-                yield Document(str(path), file.read())
+        with _open(path) as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="") as file:
+            if by_blocks:
+                yield from _blocks(path, file)
                 return
-            block: list[str] = []
-            first = 1
-            for number, line in enumerate(file, 1):
-                block.append(line)
-                if not line.strip():  # the blank line stays at the end of its block, as in llm.c
-                    yield Document(f"{path}:{first}", "".join(block))
-                    block, first = [], number + 1
-            yield Document(f"{path}:{first}", "".join(block))
+            text = file.read(MAX_TEXT_BYTES + 1)
+            if len(text) > MAX_TEXT_BYTES:
+                raise ValueError(
+                    f"{path}: more than {MAX_TEXT_BYTES:,} characters in one document; say "
+                    "`split: blank_lines`, or cut it into several files"
+                )
+            yield path, text
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 ({error.reason}); convert it, e.g. by iconv") from None
 
 
+def _blocks(path: str, file: IO[str]) -> Iterator[tuple[str, str]]:
+    """Blocks between blank lines; the blank line stays at the end of its block, as in llm.c."""
+    block: list[str] = []
+    first = 1
+    for number, line in enumerate(file, 1):
+        block.append(line)
+        if not line.strip():
+            yield f"{path}:{first}", "".join(block)
+            block, first = [], number + 1
+    yield f"{path}:{first}", "".join(block)
+
+
 def _jsonl_documents(
-    path: Path, text_key: str, split: str | None, findings: Findings
-) -> Iterator[Document]:
-    num_good = 0
-    with path.open("rb") as file:
+    piece: Piece, dataset: dict[str, Any], findings: Findings
+) -> Iterator[tuple[str, str]]:
+    key = dataset.get("text_key", "text")
+    num_good, num_bad = 0, findings.num_bad
+    for place, line in _lines(piece):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)[key]
+        except (ValueError, RecursionError):
+            findings.add_bad(place, "not JSON")
+            continue
+        except (KeyError, TypeError, IndexError):
+            text = None
+        if isinstance(text, str):
+            num_good += 1
+            yield place, text
+        else:
+            findings.add_bad(place, f"no text under {key!r}")
+    if piece.start == 0 and num_good == 0 and findings.num_bad > num_bad:
+        raise ValueError(f"{piece.path}: no line has a text under {key!r}; check `text_key`")
+
+
+def _lines(piece: Piece) -> Iterator[tuple[str, bytes]]:
+    """Place and content of the lines that begin within a piece."""
+    with _open(piece.path) as file:
+        position = piece.start
+        if position:  # the line that the piece before this one began is that one's
+            file.seek(position - 1)
+            position += len(file.readline()) - 1
         for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            place = f"{path}:{number}"
-            try:
-                text = json.loads(line)[text_key]
-            except (ValueError, RecursionError):
-                findings.add_bad_line(place, "not JSON")
-                continue
-            except (KeyError, TypeError, IndexError):
-                text = None
-            if isinstance(text, str):
-                num_good += 1
-                yield Document(place, text)
-            else:
-                findings.add_bad_line(place, f"no text under {text_key!r}")
-    if num_good == 0:
-        raise ValueError(f"{path}: no line has a text under {text_key!r}; check `text_key`")
+            if piece.stop is not None and position >= piece.stop:
+                return
+            place = f"byte {position}" if piece.start else number
+            yield f"{piece.path}:{place}", line
+            position += len(line)
 
 
 def _parquet_documents(
-    path: Path, text_key: str, split: str | None, findings: Findings
-) -> Iterator[Document]:
-    from pyarrow import ArrowException, parquet  # half a second, needed for this kind only
+    piece: Piece, dataset: dict[str, Any], findings: Findings
+) -> Iterator[tuple[str, str]]:
+    import pyarrow
+    from pyarrow import parquet
 
+    path, key = piece.path, dataset.get("text_key", "text")
     try:
-        file = parquet.ParquetFile(path)
-        if text_key not in file.schema_arrow.names:
-            columns = ", ".join(file.schema_arrow.names)
-            raise ValueError(f"{path}: no column {text_key!r} (`text_key`); it has {columns}")
-        row = 0
-        for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=[text_key]):
-            for text in batch.column(0).to_pylist():
-                row += 1
-                if isinstance(text, str):
-                    yield Document(f"{path}:{row}", text)
-                else:
-                    findings.add_bad_line(f"{path}:{row}", f"no text under {text_key!r}")
-    except ArrowException as error:
+        with parquet.ParquetFile(path) as file:
+            _check_column(path, key, file.schema_arrow)
+            stop = file.num_row_groups if piece.stop is None else piece.stop
+            row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
+            groups = list(range(piece.start, stop))
+            for batch in file.iter_batches(PARQUET_ROWS, row_groups=groups, columns=[key]):
+                for value in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
+                    row += 1
+                    try:
+                        text = value.decode()
+                    except AttributeError:  # None
+                        findings.add_bad(f"{path}:{row}", f"no text under {key!r}")
+                    except UnicodeDecodeError:
+                        findings.add_bad(f"{path}:{row}", "not UTF-8")
+                    else:
+                        yield f"{path}:{row}", text
+    except pyarrow.ArrowException as error:
         raise ValueError(f"{path}: cannot be read as parquet ({error})") from None
 
 
-READERS = {".txt": _text_documents, ".jsonl": _jsonl_documents, ".parquet": _parquet_documents}
+def _check_column(path: str, key: str, schema: Any) -> None:
+    if key not in schema.names:
+        columns = ", ".join(schema.names)
+        raise ValueError(f"{path}: no column {key!r} (`text_key`); it has {columns}")
+    kind = str(schema.field(key).type)
+    if not kind.removeprefix("large_").startswith(("string", "binary")):
+        raise ValueError(f"{path}: column {key!r} holds {kind}, not text; check `text_key`")
 
 
-def find_passages(document: Document) -> Iterator[Passage]:
-    """Passages of 2 to 4 whole sentences of prose that do not overlap."""
-    for paragraph in re.split(r"\n\s*\n", document.text):
-        run: list[str] = []
-        for sentence in [*SENTENCE_END.split(" ".join(paragraph.split())), ""]:
-            is_prose = PROSE.fullmatch(sentence) and 5 <= len(sentence.split()) <= 40
-            if is_prose:
-                run.append(sentence)
-            if len(run) == 4 or (not is_prose and len(run) > 1):
-                yield Passage(document.name, " ".join(run[:-1]), run[-1])
-            if len(run) == 4 or not is_prose:
-                run = []
-
-
-def slice_passages(document: Document) -> Iterator[Passage]:
-    """Passages of plain slices, for text without prose: code, verse, other scripts."""
-    text = " ".join(document.text.split())
-    for start in range(0, len(text) - 150, 150):
-        context, ending = text[start : start + 100].strip(), text[start + 100 : start + 150].strip()
-        # lm-eval takes what is in brackets out of a question, so that little could be left
-        if len(context) > 20 and len(ending) > 20 and "[" not in context + ending:
-            yield Passage(document.name, context, ending)
-
-
-def make_questions(
-    passages: Iterable[Passage], num_questions: int = NUM_QUESTIONS, seed: int = 42
-) -> list[dict[str, Any]]:
-    """HellaSwag-shaped questions: the true continuation against three from other places.
-
-    Args:
-        passages: of held-out documents, in a fixed order.
-        num_questions: at most; fewer where the text has fewer passages.
-
-    Returns:
-        Records with HellaSwag's own keys; endings do not start with a space.
-    """
-    unique = {passage.ending: passage for passage in passages}
-    ordered = sorted(unique.values(), key=lambda p: (len(p.ending), p.ending))
-    generator = random.Random(seed)
-    chosen = generator.sample(range(len(ordered)), min(num_questions, len(ordered)))
-    questions: list[dict[str, Any]] = []
-    for place in chosen:
-        true = ordered[place]
-        # neighbours in the order of length, so that length does not give the answer away
-        near = [p for p in ordered[max(0, place - 20) : place + 21] if p is not true]
-        other = [p for p in near if p.name != true.name]  # their ending might follow as well
-        near = other if len(other) >= 3 else near
-        if len(near) < 3:
-            continue
-        endings = [p.ending for p in generator.sample(near, 3)]
-        label = generator.randrange(4)
-        endings.insert(label, true.ending)
-        questions.append(
-            {
-                "ind": len(questions),
-                "activity_label": true.name,
-                "ctx_a": true.context,
-                "ctx_b": "",
-                "ctx": true.context,
-                "label": label,
-                "endings": endings,
-            }
-        )
-    return questions
+Reader = Callable[[Piece, dict[str, Any], Findings], Iterator[tuple[str, str]]]
+READERS: dict[str, Reader] = {
+    ".txt": _text_documents,
+    ".jsonl": _jsonl_documents,
+    ".parquet": _parquet_documents,
+}

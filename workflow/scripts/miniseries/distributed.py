@@ -1,10 +1,8 @@
 """Processes and devices: one code path from one CPU process to many nodes."""
 
 import contextlib
-import ctypes
 import os
 import signal
-import sys
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -47,13 +45,6 @@ class World:
     def is_main(self) -> bool:
         """True on the one process that writes files and speaks."""
         return self.rank == 0
-
-
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when its launcher dies, so that no orphan holds a GPU."""
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1  # linux/prctl.h
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def choose_device(device: str) -> torch.device:

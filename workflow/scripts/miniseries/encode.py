@@ -1,31 +1,15 @@
-"""GPT-2's byte pair encoding without a network, and datasets of token shards made with it."""
+"""GPT-2's byte pair encoding without a network."""
 
 import functools
 import hashlib
 import json
-import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from importlib import resources
-from itertools import chain
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tiktoken
-from filelock import FileLock
 
-from miniseries import corpus, fetch
-from miniseries.metrics import write_json, write_text
-from miniseries.shards import (
-    DOCUMENT_MARK,
-    SHARD_TOKENS,
-    VAL_TOKENS,
-    VOCAB_SIZE,
-    ShardWriter,
-    build_manifest,
-    describe_shard,
-    remove_other_shards,
-)
+from miniseries.shards import MAX_ID, VOCAB_SIZE
 
 # tiktoken_ext/openai_public.py: the hashes of OpenAI's own files and the splitting pattern
 VOCAB_FILES = {
@@ -33,10 +17,6 @@ VOCAB_FILES = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
 SPLIT_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-DOCUMENTS_AT_ONCE = 1_024
-CHARACTERS_AT_ONCE = 4_000_000  # about 1 M tokens, 40 MB as Python lists
-ENOUGH_PROSE = 20  # passages; with fewer the questions are made from plain slices
-PASSAGES_PER_QUESTION = 20  # enough to choose from; bounds the memory of a large corpus
 
 
 def _vocabulary_file(name: str) -> str:
@@ -91,136 +71,26 @@ def gpt2_encoding() -> tiktoken.Encoding:
     )
 
 
-def tokenize_documents(
-    documents: Iterable[corpus.Document], num_threads: int | None = None
-) -> Iterator[tuple[corpus.Document, np.ndarray]]:
-    """Encode a stream of documents, a few million characters at a time.
+def encode_texts(texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of texts as of tiktoken's `encode_ordinary`: special strings in a text are plain text.
 
-    Special strings in a text are plain text: <|endoftext|> becomes seven ordinary tokens.
+    LOG.md says why no faster library does it.
 
     Args:
-        documents: name and text.
-        num_threads: None takes every core.
+        texts: UTF-8.
 
-    Yields:
-        The document and its tokens, (N,) uint16, the first one 50256.
+    Returns:
+        All ids one after another, (N,) uint16, and the number of each text, (texts,) int64.
 
     Raises:
-        ValueError: a document cannot be encoded; names it.
+        ValueError: an id that 16 bits cannot hold.
+        Exception: whatever tiktoken says of a text that it cannot encode.
     """
     encoding = gpt2_encoding()
-    num_threads = num_threads or corpus.num_cores()
-    for batch in _batches(documents):
-        texts = [document.text for document in batch]
-        try:
-            encoded = encoding.encode_ordinary_batch(texts, num_threads=num_threads)
-        except Exception:
-            encoded = [_encode_alone(encoding, document) for document in batch]
-        for document, ids in zip(batch, encoded, strict=True):
-            # uint16 is safe: this encoding's ids end at 50256
-            yield document, np.array([DOCUMENT_MARK, *ids], dtype=np.uint16)
-
-
-def _encode_alone(encoding: tiktoken.Encoding, document: corpus.Document) -> list[int]:
-    try:
-        return encoding.encode_ordinary(document.text)
-    except Exception as error:
-        raise ValueError(f"{document.name}: cannot be tokenized ({error})") from error
-
-
-def _batches(documents: Iterable[corpus.Document]) -> Iterator[list[corpus.Document]]:
-    batch: list[corpus.Document] = []
-    num_characters = 0
-    for document in documents:
-        batch.append(document)
-        num_characters += len(document.text)
-        if len(batch) == DOCUMENTS_AT_ONCE or num_characters >= CHARACTERS_AT_ONCE:
-            yield batch
-            batch, num_characters = [], 0
-    if batch:
-        yield batch
-
-
-def prepare_dataset(name: str, dataset: dict[str, Any], folder: Path, manifest: Path) -> None:
-    """Make the shards, the questions, and at the very end the manifest of one dataset.
-
-    The same text gives the same bytes. For `hub-shards` the shards are there already (see
-    `fetch.fetch_shard`) and only the manifest is written.
-
-    Args:
-        name: of the dataset; first part of the names of its shards.
-        dataset: its entry in the configuration.
-        folder: for the shards and hellaswag.jsonl.
-        manifest: path of the manifest.
-
-    Raises:
-        ValueError: what is wrong with the configuration or the text.
-    """
-    folder, manifest = Path(folder), Path(manifest)
-    if dataset["source"] == "hub-shards":
-        fetch.assemble_manifest(name, dataset, folder, manifest)
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / ".lock"):  # a second terminal waits instead of mixing its shards in
-        manifest.unlink(missing_ok=True)  # never describes shards of another version
-        content, questions = _write_shards(name, dataset, folder, manifest)
-        lines = [json.dumps(question) + "\n" for question in questions]
-        write_text(folder / "hellaswag.jsonl", "".join(lines))
-        write_json(manifest, content)
-
-
-def _write_shards(
-    name: str, dataset: dict[str, Any], folder: Path, manifest: Path
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Tokenize into shards; returns the content of the manifest and the questions."""
-    val_fraction = dataset.get("val_fraction", corpus.VAL_FRACTION)
-    num_questions = dataset.get("num_questions", corpus.NUM_QUESTIONS)
-    shard_tokens = dataset.get("shard_tokens", SHARD_TOKENS)
-    writers = {split: ShardWriter(folder, name, split, shard_tokens) for split in ("val", "train")}
-    findings = corpus.Findings()
-    prose: list[corpus.Passage] = []
-    slices: list[corpus.Passage] = []
-    max_passages = PASSAGES_PER_QUESTION * num_questions
-    for document, tokens in tokenize_documents(corpus.read_documents(dataset, findings)):
-        held_out = corpus.is_validation(document.text, val_fraction)
-        writers["val" if held_out else "train"].append(tokens)
-        if held_out and len(prose) < max_passages:
-            prose += corpus.find_passages(document)
-        if held_out and len(slices) < max_passages:
-            slices += corpus.slice_passages(document)
-    paths = {split: writer.close() for split, writer in writers.items()}
-    for split, written in paths.items():
-        if not written:
-            raise ValueError(
-                f"dataset {name}: none of its {findings.num_documents} documents fell into the "
-                f"{split} split (val_fraction {val_fraction}); give it more documents, another "
-                "val_fraction, or `split: blank_lines` for one large text"
-            )
-    remove_other_shards(folder, name, list(chain(*paths.values())))
-    passages = prose if len(prose) >= min(ENOUGH_PROSE, len(slices)) else slices
-    questions = corpus.make_questions(passages, num_questions)
-    entries = [describe_shard(path, split) for split in paths for path in paths[split]]
-    content = build_manifest(
-        manifest.parent,
-        name,
-        entries,
-        source=_describe_source(dataset, findings, len(questions)),
-        val_tokens=dataset.get("val_tokens", VAL_TOKENS),
-        num_documents=findings.num_documents,
-    )
-    return content, questions
-
-
-def _describe_source(
-    dataset: dict[str, Any], findings: corpus.Findings, num_questions: int
-) -> dict[str, Any]:
-    return {
-        "kind": dataset["source"],
-        "python": platform.python_version(),
-        "text_sha256": findings.text_hash.hexdigest(),
-        "num_duplicates": findings.num_duplicates,
-        "num_repaired": findings.num_repaired,
-        "num_bad_lines": findings.num_bad_lines,
-        "bad_lines": findings.bad_lines,
-        "num_questions": num_questions,
-    }
+    # arrays straight from the library: no Python integer for each token
+    rows = [encoding.encode_to_numpy(text.decode(), disallowed_special=()) for text in texts]
+    counts = np.array([len(row) for row in rows], dtype=np.int64)
+    ids = np.concatenate([np.empty(0, np.uint32), *rows])
+    if len(ids) and ids.max() > MAX_ID:
+        raise ValueError(f"token id {ids.max()} does not fit a shard's 16 bits (0 to {MAX_ID})")
+    return ids.astype(np.uint16), counts

@@ -7,41 +7,41 @@ HF_TOKEN work as everywhere. Only fetch jobs use the network, training never doe
 
 import errno
 import hashlib
-import json
 import os
 import random
 import re
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from filelock import FileLock
 
-from miniseries.metrics import read_json, write_json, write_text
+from miniseries.metrics import read_json, write_json
 from miniseries.shards import (
     VAL_TOKENS,
     build_manifest,
+    check_ids,
     describe_shard,
     file_sha256,
+    open_shard,
     raise_problems,
     read_header,
+    shard_name,
 )
 
 ATTEMPTS = 6
 WAIT_SECONDS = 2.0  # before the second attempt; doubled each time
 MAX_WAIT_SECONDS = 60.0
 SPARE_BYTES = 100_000_000  # left free on the disk
+PACE_SECONDS = 600
 FINAL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
-# The validation part of HellaSwag, 10,042 questions. The authors' copy on GitHub is gone.
-HELLASWAG_REPOSITORY = "Rowan/hellaswag"
-HELLASWAG_REVISION = "218ec52e09a7e7462a5400043bb9a69a41d06b76"
-HELLASWAG_FILE = "data/validation-00000-of-00001.parquet"
-HELLASWAG_KEYS = ("ind", "activity_label", "ctx_a", "ctx_b", "ctx", "label", "endings")
 
 Result = TypeVar("Result")
 
@@ -58,14 +58,59 @@ class RemoteFile:
 def shard_files(dataset: dict[str, Any]) -> list[tuple[str, str]]:
     """(file name, split) of every shard a `hub-shards` dataset asks for, validation first.
 
-    The names are those of llm.c's scripts with the dataset's `prefix`, unless its `val_shards`
-    (list) and `train_shard_pattern` (`{:06d}` for the number) say otherwise.
+    The names are those of llm.c's scripts with the dataset's `prefix`. The validation shard is the
+    same for any `num_shards`.
     """
     prefix = dataset.get("prefix", "edu_fineweb")
-    val = dataset.get("val_shards", [f"{prefix}_val_000000.bin"])
-    pattern = dataset.get("train_shard_pattern", prefix + "_train_{:06d}.bin")
-    train = [pattern.format(number) for number in range(1, dataset["num_shards"] + 1)]
-    return [(name, "val") for name in val] + [(name, "train") for name in train]
+    numbers = range(1, dataset["num_shards"] + 1)
+    train = [(shard_name(prefix, "train", number), "train") for number in numbers]
+    return [(shard_name(prefix, "val", 0), "val"), *train]
+
+
+def list_files(dataset: dict[str, Any], output: Path, **options: Any) -> None:
+    """Write which files of its repository a `hub-text` dataset takes, held-out ones first.
+
+    Args:
+        dataset: its entry in the configuration: `repository`, `revision`, `files`, and
+            `val_files` (globs), `num_files` (of those that are not held out; None is all).
+        output: JSON with the commit, and path, split, bytes, and hash of each file.
+        options: `attempts`, `wait_seconds` as of `fetch_file`.
+
+    Raises:
+        ValueError, OSError: as `fetch_file`; also globs that match nothing.
+    """
+    from huggingface_hub import HfApi
+
+    api, where = HfApi(endpoint=os.environ.get("HF_ENDPOINT")), dataset["repository"]
+    settings = {"attempts": ATTEMPTS, "wait_seconds": WAIT_SECONDS} | options
+    about = {"repo_type": "dataset", "revision": dataset["revision"]}
+    ask = partial(api.repo_info, where, **about)
+    about["revision"] = _retry(ask, where, **settings).sha
+    files = []
+    for split, patterns in (("val", dataset.get("val_files", [])), ("train", dataset["files"])):
+        found = {}
+        for pattern in patterns:
+            folder = re.match(r"([^*?[]*/)?", pattern)[0].rstrip("/")
+            tree = partial(api.list_repo_tree, where, folder or None, recursive=True, **about)
+            for entry in _retry(lambda tree=tree: list(tree()), f"{where}/{folder}", **settings):
+                if hasattr(entry, "size") and fnmatchcase(entry.path, pattern):
+                    found[entry.path] = entry
+        taken = {file["path"] for file in files}
+        ordered = [found[path] for path in sorted(found) if path not in taken]
+        if not ordered and patterns:
+            raise ValueError(f"{where}: no file of it matches {', '.join(patterns)}; check `files`")
+        files += [_describe(entry, split) for entry in ordered]
+    num_val = sum(file["split"] == "val" for file in files)
+    if dataset.get("num_files"):
+        del files[num_val + dataset["num_files"] :]
+    if num_val == 0:
+        files = [file | {"split": None} for file in files]
+    write_json(Path(output), {"commit": about["revision"], "files": files})
+
+
+def _describe(entry: Any, split: str) -> dict[str, Any]:
+    sha = entry.lfs.sha256 if entry.lfs else entry.blob_id
+    return {"path": entry.path, "split": split, "num_bytes": entry.size, "sha256": sha}
 
 
 def fetch_file(
@@ -76,6 +121,7 @@ def fetch_file(
     check: Callable[[Path], Any] = lambda path: None,
     attempts: int = ATTEMPTS,
     wait_seconds: float = WAIT_SECONDS,
+    num_files_left: int = 1,
 ) -> tuple[Path, str]:
     """Fetch one file of a dataset repository into `folder`, or keep it if it is already right.
 
@@ -86,6 +132,7 @@ def fetch_file(
         check: called with the path before the file gets its name; raises ValueError.
         attempts: tries per request when the server or the network fails.
         wait_seconds: before the second try, then doubled; the server's own wish comes first.
+        num_files_left: about as large as this one, itself among them; all must fit on the disk.
 
     Returns its path and its commit.
 
@@ -101,7 +148,7 @@ def fetch_file(
         try:
             remote = retried(partial(_ask, repository, filename, revision))
             if not target.exists() or _mismatch(target, remote):
-                _check_space(Path(folder), remote.num_bytes, what)
+                check_space(Path(folder), num_files_left * (remote.num_bytes or 0), what)
                 path = _download(repository, filename, remote, private, retried)
                 check(path)
                 path.replace(target)
@@ -163,9 +210,10 @@ def _mismatch(path: Path, remote: RemoteFile) -> str:
     return "" if found == etag else f"its hash is {found} instead of {etag}"
 
 
-def _check_space(folder: Path, num_bytes: int | None, what: str) -> None:
+def check_space(folder: Path, num_bytes: int, what: str) -> None:
+    """Raise an OSError with both figures if that many bytes, and some to spare, are not free."""
     free = shutil.disk_usage(folder).free
-    needed = (num_bytes or 0) + SPARE_BYTES
+    needed = num_bytes + SPARE_BYTES
     if free < needed:
         raise OSError(f"{what} needs {needed:,} bytes in {folder}, which has {free:,} free")
 
@@ -246,64 +294,64 @@ def _one_line(error: BaseException) -> str:
     return (text or type(error).__name__)[:300]
 
 
-def _sidecar(path: Path) -> Path:
-    return path.with_name(path.name + ".json")
-
-
-def fetch_shard(dataset: dict[str, Any], filename: str, folder: Path, **options: Any) -> None:
+def fetch_shard(
+    dataset: dict[str, Any], filename: str, folder: Path, num_files: int = 1, **options: Any
+) -> None:
     """Fetch one token shard of a `hub-shards` dataset, with a note of its hash beside it.
+
+    A shard that is there and right is kept; under HF_HUB_OFFLINE it is so if its ids are.
 
     Args:
         dataset: its entry in the configuration: `repository`, `revision`.
         filename: of the shard in the repository.
-        folder: for `<shard>` and `<shard>.json`; a shard that is there and right is kept.
+        folder: for `<shard>` and `<shard>.json`.
+        num_files: of the dataset, to see beforehand whether the disk can hold those to come.
         options: `attempts`, `wait_seconds` of `fetch_file`.
 
     Raises:
         ValueError, OSError: as `fetch_file`; also a file that is not a token shard.
     """
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
     path = Path(folder) / Path(filename).name
-    try:
+    with suppress(ValueError, KeyError, TypeError):  # not here or not right
         note = read_json(_sidecar(path))
         if read_header(path) == note["num_tokens"] and file_sha256(path) == note["sha256"]:
             return
-    except (ValueError, KeyError, TypeError):
-        pass  # not here or not right
-    revision = dataset.get("revision", "main")
-    path, commit = fetch_file(
-        dataset["repository"], filename, revision, folder, check=read_header, **options
-    )
-    _write_note(path, commit)
+    commit = None
+    if HF_HUB_OFFLINE and path.exists():
+        check_ids(path, open_shard(path))
+    else:
+        left = max(1, num_files - len(list(Path(folder).glob("*.bin"))))
+        where = (dataset["repository"], filename, dataset.get("revision", "main"), Path(folder))
+        path, commit = fetch_file(*where, check=read_header, num_files_left=left, **options)
+    about = {"num_tokens": read_header(path), "num_bytes": path.stat().st_size}
+    write_json(_sidecar(path), about | {"sha256": file_sha256(path), "commit": commit})
 
 
-def _write_note(path: Path, commit: str | None) -> dict[str, Any]:
-    note = {
-        "num_tokens": read_header(path),
-        "num_bytes": path.stat().st_size,
-        "sha256": file_sha256(path),
-        "commit": commit,
-    }
-    write_json(_sidecar(path), note)
-    return note
+def assemble_manifest(
+    name: str, dataset: dict[str, Any], folder: Path, manifest: Path, **options: Any
+) -> None:
+    """Write the manifest of fetched shards; checks headers and sizes, and fetches missing ones.
 
-
-def assemble_manifest(name: str, dataset: dict[str, Any], folder: Path, manifest: Path) -> None:
-    """Write the manifest of fetched shards; checks headers and sizes, hashes only the unnoted.
+    Args:
+        options: `attempts`, `wait_seconds` of `fetch_file`.
 
     Raises:
         ValueError: names each shard that is missing or bad.
     """
     entries, problems, commits = [], [], set()
-    for filename, split in shard_files(dataset):
-        path = Path(folder) / Path(filename).name
+    files = shard_files(dataset)
+    for filename, split in files:
+        path = Path(folder) / filename
         try:
-            num_tokens = read_header(path)
-            is_noted = _sidecar(path).exists()  # not so for the user's own copy
-            note = read_json(_sidecar(path)) if is_noted else _write_note(path, None)
-            if note["num_tokens"] != num_tokens:
+            if not (path.exists() and _sidecar(path).exists()):
+                fetch_shard(dataset, filename, folder, len(files), **options)
+            note = read_json(_sidecar(path))
+            if note["num_tokens"] != read_header(path):
                 raise ValueError(
-                    f"{path}: {num_tokens} tokens, but {note['num_tokens']} when it was fetched; "
-                    "delete it and run the same command again"
+                    f"{path}: {read_header(path)} tokens, but {note['num_tokens']} when it was "
+                    "fetched; delete it and run the same command again"
                 )
             entries.append(describe_shard(path, split, note["sha256"]))
             commits.add(note["commit"])
@@ -324,57 +372,36 @@ def assemble_manifest(name: str, dataset: dict[str, Any], folder: Path, manifest
     shutil.rmtree(Path(folder) / ".fetch", ignore_errors=True)  # the downloads' locks
 
 
-def fetch_questions(
-    source: str, output: Path, revision: str = HELLASWAG_REVISION, **options: Any
-) -> None:
-    """Write HellaSwag's validation questions as hellaswag.jsonl, in HellaSwag's own keys.
+def shard_progress(name: str, folder: Path, num_files: int) -> str:
+    """How far the download of a `hub-shards` dataset is, in a line."""
+    done = []
+    for note in Path(folder).glob("*.bin.json"):
+        with suppress(ValueError, OSError, KeyError):
+            done.append((note.stat().st_mtime, read_json(note)["num_bytes"]))
+    mean = sum(num_bytes for _, num_bytes in done) / max(len(done), 1)
+    return describe_progress(name, done, num_files, int(mean * num_files))
+
+
+def describe_progress(
+    name: str, done: Sequence[tuple[float, int]], num_files: int, num_bytes: int
+) -> str:
+    """Files and bytes so far, and the time that is left at the pace of the last ten minutes.
 
     Args:
-        source: a local .jsonl or .parquet file, or a repository laid out like Rowan/hellaswag.
-        output: one question per line.
-        revision: of the repository.
-        options: `attempts`, `wait_seconds` of `fetch_file`.
-
-    Raises:
-        ValueError, OSError: as `fetch_file`; also a bad question, by its number.
+        done: (time of completion in seconds, bytes) of each file that is complete.
+        num_files: of all files.
+        num_bytes: of all files.
     """
-    output = Path(output)
-    if Path(source).suffix in (".jsonl", ".parquet"):
-        rows = _read_rows(Path(source))
-    else:
-        path, _ = fetch_file(source, HELLASWAG_FILE, revision, output.parent, **options)
-        rows = _read_rows(path)
-        path.unlink()
-    if not rows:
-        raise ValueError(f"{source}: no questions")
-    lines = [json.dumps(_question(row, f"{source}, question {i}")) for i, row in enumerate(rows)]
-    write_text(output, "\n".join(lines) + "\n")
+    have = sum(size for _, size in done)
+    text = f"{name}: {len(done)} of {num_files} files, {have / 1e9:.1f} of {num_bytes / 1e9:.1f} GB"
+    recent = sorted(entry for entry in done if entry[0] > time.time() - PACE_SECONDS)
+    span = recent[-1][0] - recent[0][0] if recent else 0.0
+    if span <= 0 or len(done) == num_files:
+        return text
+    pace = sum(size for _, size in recent[1:]) / span
+    minutes = (num_bytes - have) / pace / 60
+    return f"{text}, {pace / 1e6:.0f} MB/s, {minutes:.0f} min left"
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    if path.suffix == ".parquet":
-        from pyarrow import ArrowException, parquet  # half a second, needed here only
-
-        try:
-            return parquet.read_table(path).to_pylist()
-        except ArrowException as error:
-            raise ValueError(f"{path}: cannot be read as parquet ({error})") from None
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines if line.strip()]
-    except ValueError as error:
-        raise ValueError(f"{path}: not a file of JSON lines ({error})") from None
-
-
-def _question(row: dict[str, Any], place: str) -> dict[str, Any]:
-    """The keys the scorers read, with the label as a number (the hub has it as text)."""
-    try:
-        question = {key: row[key] for key in HELLASWAG_KEYS}
-        question["label"] = int(question["label"])
-        texts = [question["ctx"], *question["endings"]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{place}: not a HellaSwag question ({error!r})") from None
-    is_text = all(isinstance(text, str) for text in texts)
-    if not is_text or len(texts) != 5 or question["label"] not in range(4):
-        raise ValueError(f"{place}: needs a context, four endings, and a label from 0 to 3")
-    return question
+def _sidecar(path: Path) -> Path:
+    return path.with_name(path.name + ".json")

@@ -1,7 +1,9 @@
 """Files and records every stage shares: atomic writes, JSON lines, and one-line errors."""
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -9,13 +11,38 @@ from pathlib import Path
 from typing import Any
 
 
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask Linux to kill this process when the one that started it dies, so no orphan is left.
+
+    Args:
+        parent: id of that process; if it is dead already, this one ends here.
+    """
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1  # linux/prctl.h
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+def num_cores() -> int:
+    """Cores this process may use; macOS tells only how many there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def write_text(path: Path, text: str) -> None:
+    """Write a whole text file or nothing; see `write_bytes`."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     """Write a whole file or nothing: a reader never sees a part, a kill leaves the old file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         Path(name).chmod(0o644)  # mkstemp makes private files; results are for everyone

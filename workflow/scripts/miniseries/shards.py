@@ -9,11 +9,15 @@ import hashlib
 import json
 import os
 import re
+import stat
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -31,7 +35,10 @@ MAX_ID = 65_535  # the widest id that uint16 holds
 # llm.c seeks with a 32-bit int, so a whole shard must stay under 2 GiB
 MAX_SHARD_TOKENS = (2**31 - 1 - HEADER_BYTES) // 2
 LLAMA3_MAGIC = 20240801
-REMEDY = "delete it together with the manifest.json beside it and run the same command again"
+REMEDY = (
+    "put a good copy in its place, or delete it and the manifest.json of its dataset and run the "
+    "same command again"
+)
 MAX_NAMED = 100  # bad shards named in one message
 IDS_AT_ONCE = 10_000_000
 
@@ -66,39 +73,74 @@ def _check_width(path: Path, tokens: np.ndarray) -> None:
         )
 
 
-def write_shard(path: Path, tokens: np.ndarray) -> None:
+def write_shard(
+    path: Path, chunks: np.ndarray | Iterable[np.ndarray], num_tokens: int | None = None
+) -> str:
     """Write one shard, whole or not at all.
 
     Args:
         path: its parent folder is made.
-        tokens: (N,) integers, 0 < N < 2**30.
+        chunks: (N,) integers, or several such arrays one after another.
+        num_tokens: of all chunks, 0 < num_tokens < 2**30; None where there is one array.
+
+    Returns:
+        sha256 of the file.
 
     Raises:
-        ValueError: not a flat, non-empty array of integers, or an id that 16 bits cannot hold.
+        ValueError: not flat arrays of integers, too few or too many tokens, or an id that 16 bits
+            cannot hold.
     """
     path = Path(path)
-    tokens = np.asarray(tokens)
-    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+    if num_tokens is None:
+        chunks = np.asarray(chunks)
+        num_tokens, chunks = len(chunks), [chunks]
+    if not 0 < num_tokens <= MAX_SHARD_TOKENS:
         raise ValueError(
-            f"{path}: expected a flat array of token ids, got {tokens.dtype} {tokens.shape}"
+            f"{path}: a shard holds 1 to {MAX_SHARD_TOKENS:,} tokens, not {num_tokens:,}"
         )
-    if not 0 < len(tokens) <= MAX_SHARD_TOKENS:
-        raise ValueError(
-            f"{path}: a shard holds 1 to {MAX_SHARD_TOKENS:,} tokens, not {len(tokens):,}"
-        )
-    _check_width(path, tokens)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
+    digest = hashlib.sha256()
     try:
         with temporary.open("wb") as file:
-            file.write(struct.pack("<3i", MAGIC, VERSION, len(tokens)).ljust(HEADER_BYTES, b"\0"))
-            file.write(tokens.astype("<u2", copy=False).data)
+            header = struct.pack("<3i", MAGIC, VERSION, num_tokens).ljust(HEADER_BYTES, b"\0")
+            for content in chain([header], (_shard_bytes(path, chunk) for chunk in chunks)):
+                file.write(content)
+                digest.update(content)
             file.flush()
             os.fsync(file.fileno())
+        if temporary.stat().st_size != HEADER_BYTES + 2 * num_tokens:
+            raise ValueError(f"{path}: other than the {num_tokens:,} tokens that were announced")
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    return digest.hexdigest()
+
+
+def _shard_bytes(path: Path, tokens: np.ndarray) -> memoryview:
+    """Ids as they stand in a shard."""
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(
+            f"{path}: expected a flat array of token ids, got {tokens.dtype} {tokens.shape}"
+        )
+    if len(tokens):
+        _check_width(path, tokens)
+    return np.ascontiguousarray(tokens, dtype="<u2").data.cast("B")
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file to read it.
+
+    Raises:
+        ValueError: it is missing, unreadable, a folder, or a device; names it.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ValueError(f"{path}: a folder or device, not a file; {REMEDY}")
+        return path.open("rb")
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; {REMEDY}") from None
 
 
 def read_header(path: Path) -> int:
@@ -111,12 +153,9 @@ def read_header(path: Path) -> int:
         ValueError: what is wrong, with the file and the remedy.
     """
     path = Path(path)
-    try:
-        with path.open("rb") as file:
-            head = file.read(12)
-            num_bytes = os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; {REMEDY}") from None
+    with open_regular(path) as file:
+        head = file.read(12)
+        num_bytes = os.fstat(file.fileno()).st_size
     if num_bytes < HEADER_BYTES:
         raise ValueError(f"{path}: {num_bytes} bytes, shorter than a shard's header; {REMEDY}")
     magic, version, num_tokens = struct.unpack("<3i", head)
@@ -132,6 +171,8 @@ def read_header(path: Path) -> int:
             f"{path}: its header says {num_tokens} tokens = {HEADER_BYTES + 2 * num_tokens} bytes, "
             f"but it has {num_bytes} bytes; {REMEDY}"
         )
+    if num_tokens > MAX_SHARD_TOKENS:
+        raise ValueError(f"{path}: {num_bytes} bytes, a shard has to stay under 2 GiB; {REMEDY}")
     return num_tokens
 
 
@@ -145,19 +186,22 @@ def open_shard(path: Path) -> np.memmap:
     return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(num_tokens,))
 
 
-def check_ids(path: Path) -> None:
-    """Read every id of a shard.
+def check_ids(path: Path, tokens: np.ndarray, offset: int = HEADER_BYTES) -> None:
+    """Look at every id of a file.
+
+    Args:
+        tokens: (N,) uint16, of the file.
+        offset: bytes before the first id.
 
     Raises:
         ValueError: the first id outside GPT-2's vocabulary, with its position and byte offset.
     """
-    tokens = open_shard(path)
     for start in range(0, len(tokens), IDS_AT_ONCE):
         outside = np.flatnonzero(tokens[start : start + IDS_AT_ONCE] >= VOCAB_SIZE)
         if len(outside):
             position = start + int(outside[0])
             raise ValueError(
-                f"{path}: token {position} (byte {HEADER_BYTES + 2 * position}) is "
+                f"{path}: token {position} (byte {offset + 2 * position}) is "
                 f"{int(tokens[position])}, outside the vocabulary of {VOCAB_SIZE}; {REMEDY}"
             )
 
@@ -178,12 +222,17 @@ def describe_shard(path: Path, split: str, sha256: str | None = None) -> dict[st
         ValueError: as `read_header`.
     """
     num_tokens = read_header(path)
+    return shard_entry(path, split, num_tokens, sha256 or file_sha256(path))
+
+
+def shard_entry(path: Path, split: str, num_tokens: int, sha256: str) -> dict[str, Any]:
+    """Manifest entry of a shard of which all is known."""
     return {
         "path": str(Path(path).absolute()),
         "split": split,
         "num_tokens": num_tokens,
         "num_bytes": HEADER_BYTES + 2 * num_tokens,
-        "sha256": sha256 or file_sha256(path),
+        "sha256": sha256,
     }
 
 
@@ -207,14 +256,16 @@ def build_manifest(
         ValueError: a split has no shard.
     """
     start = Path(folder).absolute()
-    entries = [{**shard, "path": os.path.relpath(shard["path"], start)} for shard in shards]
+    entries = [{**shard, "path": _within(start, Path(shard["path"]))} for shard in shards]
     num_tokens = {"train": 0, "val": 0}
     for entry in entries:
         num_tokens[entry["split"]] += entry["num_tokens"]
     for split in num_tokens:
         if not num_tokens[split]:
             raise ValueError(f"dataset {dataset}: no {split} shard")
-    identity = [[[e["path"], e["num_tokens"], e["sha256"]] for e in entries], val_tokens]
+    names = [Path(entry["path"]).name for entry in entries]  # the same wherever they lie
+    known = [[e["num_tokens"], e["sha256"]] for e in entries]
+    identity = [[[n, *about] for n, about in zip(names, known, strict=True)], val_tokens]
     return {
         "dataset": dataset,
         "tokenizer": "gpt2",
@@ -227,6 +278,14 @@ def build_manifest(
         "fingerprint": hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
         "shards": entries,
     }
+
+
+def _within(folder: Path, path: Path) -> str:
+    """A path relative to the folder if it is below it, so that both can be moved, else absolute.
+
+    Not `..`: it leads elsewhere where the folder is a link to another disk.
+    """
+    return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
 
 
 def load_manifest(path: Path) -> Manifest:
@@ -282,8 +341,11 @@ def raise_problems(what: str, problems: Sequence[str]) -> None:
         raise ValueError(f"{what}: {len(problems)} bad files\n  " + "\n  ".join(named))
 
 
-def verify_shards(manifest_path: Path) -> int:
+def verify_shards(manifest_path: Path, num_threads: int = 1) -> int:
     """Read every byte: headers, sizes, ids, and sha256 against the manifest.
+
+    Args:
+        num_threads: shards read at the same time.
 
     Returns:
         The number of shards, all of them good.
@@ -293,74 +355,25 @@ def verify_shards(manifest_path: Path) -> int:
     """
     manifest_path = Path(manifest_path)
     content = read_json(manifest_path)
-    problems = []
-    for entry in content["shards"]:
-        shard = manifest_path.parent / entry["path"]
-        found = _problem(shard, entry["num_tokens"])
-        if not found and file_sha256(shard) != entry["sha256"]:
-            found = [f"{shard}: its sha256 is not the manifest's; {REMEDY}"]
-        if not found:
-            try:
-                check_ids(shard)
-            except ValueError as error:
-                found = [str(error)]
-        problems += found
+    with ThreadPoolExecutor(num_threads) as pool:  # hashing and reading leave Python's lock alone
+        found = pool.map(partial(_verify, manifest_path.parent), content["shards"])
+        problems = list(chain.from_iterable(found))
     raise_problems(f"dataset {content['dataset']}", problems)
     return len(content["shards"])
 
 
-class ShardWriter:
-    """Cut a stream of tokens into the numbered shards of one split.
-
-    Args:
-        folder: where the shards go.
-        dataset: first part of their names.
-        split: "train" (numbers from 1) or "val" (numbers from 0).
-        shard_tokens: tokens of a full shard; the last one holds the remainder.
-    """
-
-    def __init__(
-        self, folder: Path, dataset: str, split: str, shard_tokens: int = SHARD_TOKENS
-    ) -> None:
-        self.folder = Path(folder)
-        self.dataset = dataset
-        self.split = split
-        self.paths: list[Path] = []
-        self._first = 0 if split == "val" else 1
-        self._buffer = np.empty(shard_tokens, dtype=np.uint16)
-        self._used = 0
-
-    def append(self, tokens: np.ndarray) -> None:
-        """Add (N,) integer ids; a shard is written whenever one is full.
-
-        Raises:
-            ValueError: an id that 16 bits cannot hold.
-        """
-        if len(tokens):
-            _check_width(self._next_path(), tokens)
-        while len(tokens):
-            part = tokens[: len(self._buffer) - self._used]
-            self._buffer[self._used : self._used + len(part)] = part
-            self._used += len(part)
-            tokens = tokens[len(part) :]
-            if self._used == len(self._buffer):
-                self._write()
-
-    def close(self) -> list[Path]:
-        """Write the remainder; returns all shards of the split in order."""
-        if self._used:
-            self._write()
-        return self.paths
-
-    def _next_path(self) -> Path:
-        number = self._first + len(self.paths)
-        return self.folder / shard_name(self.dataset, self.split, number)
-
-    def _write(self) -> None:
-        path = self._next_path()
-        write_shard(path, self._buffer[: self._used])
-        self.paths.append(path)
-        self._used = 0
+def _verify(folder: Path, entry: dict[str, Any]) -> list[str]:
+    """What is wrong with one shard of a manifest; reads all of it."""
+    shard = folder / entry["path"]
+    try:
+        problems = _problem(shard, entry["num_tokens"])
+        if not problems:
+            check_ids(shard, open_shard(shard))
+        if not problems and file_sha256(shard) != entry["sha256"]:
+            problems = [f"{shard}: its sha256 is not the manifest's; {REMEDY}"]
+        return problems
+    except (ValueError, OSError) as error:
+        return [str(error)]
 
 
 def remove_other_shards(folder: Path, dataset: str, keep: Sequence[Path]) -> None:

@@ -1,0 +1,189 @@
+"""Datasets from text to manifest: any number of workers, interruptions, and the scripts."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from miniseries import corpus, prepare
+from miniseries.corpus import is_validation
+from miniseries.encode import gpt2_encoding
+from miniseries.prepare import prepare_dataset
+from miniseries.shards import load_manifest, open_shard
+
+SCRIPTS = Path(prepare.__file__).parent.parent
+
+
+def write_lines(path, texts):
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return {"source": "files", "paths": [str(path)]}
+
+
+def make(folder, dataset, **options):
+    """Prepare; the dataset's files by name, without notes and locks."""
+    prepare_dataset("d", dataset, folder, folder / "manifest.json", **options)
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name[0] != "."}
+
+
+def texts_of(paths):
+    text = gpt2_encoding().decode(np.concatenate([open_shard(p) for p in paths]).tolist())
+    return text.split("<|endoftext|>")[1:]
+
+
+TEXTS = [f"Here is document number {i}. This is its sentence {i}, the end." for i in range(200)]
+
+
+def test_every_document_is_there_once_and_held_out_ones_are_not_trained_on(tmp_path):
+    dataset = write_lines(tmp_path / "a.jsonl", [*TEXTS, *TEXTS[:20]])
+    make(tmp_path, dataset | {"shard_tokens": 1000})
+    manifest = load_manifest(tmp_path / "manifest.json")
+    for paths in (manifest.train_shards, manifest.val_shards):
+        assert all(len(open_shard(path)) == 1000 for path in paths[:-1])
+    every = [*TEXTS, *TEXTS[:20]]
+    held_out = [text for text in every if is_validation(text.encode(), 0.1)]
+    assert texts_of(manifest.val_shards) == held_out
+    assert texts_of(manifest.train_shards) == [t for t in every if t not in set(held_out)]
+    assert len(manifest.train_shards) > 2
+    content = json.loads((tmp_path / "manifest.json").read_text())
+    assert content["num_documents"] == 220
+    questions = (tmp_path / "hellaswag.jsonl").read_text().splitlines()
+    assert len(questions) == content["source"]["num_questions"] > 0
+    assert all(json.loads(question)["ctx"] in "".join(held_out) for question in questions)
+
+
+@pytest.mark.parametrize("num_workers", [3, pytest.param(8, marks=pytest.mark.slow)])
+def test_any_number_of_workers_gives_the_same_bytes(tmp_path, monkeypatch, num_workers):
+    monkeypatch.setattr(corpus, "PART_BYTES", 1_500)
+    dataset = write_lines(tmp_path / "a.jsonl", TEXTS) | {"shard_tokens": 500}
+    alone, together = (make(tmp_path / str(n), dataset, num_workers=n) for n in (1, num_workers))
+    assert len(list((tmp_path / "1/.streams").glob("*.json"))) > 8
+    assert alone == together and len(alone) > 8
+
+
+def test_a_second_run_gives_the_same_bytes_and_clears_what_a_killed_one_left(tmp_path):
+    dataset = write_lines(tmp_path / "a.jsonl", [f"document {i}" for i in range(100)])
+    folder = tmp_path / "data"
+    first = make(folder, dataset)
+    (folder / "d_train_000001.bin.tmp").write_bytes(b"torn")
+    (folder / "d_train_000009.bin").write_bytes(b"of a longer version")
+    assert make(folder, dataset) == first
+    assert set(make(folder, dataset | {"shard_tokens": 100})) > set(first)
+    assert make(folder, dataset) == first
+
+
+def test_a_shard_that_is_gone_or_cut_is_made_again_with_the_manifest(tmp_path):
+    dataset = write_lines(tmp_path / "a.jsonl", TEXTS) | {"shard_tokens": 1000}
+    first = make(tmp_path / "d", dataset)
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "d").glob("*.bin")}
+    gone, cut, *others = sorted(times)
+    gone.unlink()
+    cut.write_bytes(b"cut")
+    (tmp_path / "d/manifest.json").unlink()
+    assert make(tmp_path / "d", dataset) == first
+    assert all(path.stat().st_mtime_ns == times[path] for path in others)
+
+
+def test_a_failed_run_leaves_no_manifest(tmp_path, monkeypatch):
+    dataset = write_lines(tmp_path / "a.jsonl", TEXTS)
+    make(tmp_path, dataset)
+    monkeypatch.setattr(prepare, "build_manifest", lambda *a, **k: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        make(tmp_path, dataset)
+    assert not (tmp_path / "manifest.json").exists()
+
+
+def test_a_bad_file_ends_all_workers_and_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "PART_BYTES", 10)
+    for number in range(6):
+        (tmp_path / f"{number}.txt").write_bytes(b"fine text" if number != 3 else b"caf\xe9 noir")
+    dataset = {"source": "files", "paths": [f"{tmp_path}/*.txt"]}
+    with pytest.raises(ValueError, match=r"3\.txt: not UTF-8"):
+        make(tmp_path / "d", dataset, num_workers=2)
+
+
+def test_a_text_that_cannot_be_split_is_refused_with_the_remedy(tmp_path):
+    (tmp_path / "a.txt").write_text("one document only")
+    dataset = {"source": "files", "paths": [str(tmp_path / "*.txt")]}
+    with pytest.raises(ValueError, match=r"none of its 1 documents fell into the val split.*blank"):
+        make(tmp_path, dataset)
+
+
+def test_too_small_a_disk_is_refused_before_anything_is_read(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_bytes(b"x" * 1_000_000)
+    usage = prepare.shutil._ntuple_diskusage(10**9, 10**9, 5000)
+    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(OSError, match=r"dataset d needs 100,500,000 bytes in .* has 5,000 free"):
+        make(tmp_path / "d", {"source": "files", "paths": [f"{tmp_path}/a.txt"]})
+
+
+def command_for(name, dataset, folder):
+    command = [sys.executable, SCRIPTS / "prepare_dataset.py", "--name", name, "--workers", "2"]
+    command += ["--dataset", json.dumps(dataset), "--folder", folder]
+    return [*command, "--manifest", folder / "manifest.json"]
+
+
+def test_builtin_dataset_has_about_600_thousand_tokens_and_questions(tmp_path):
+    folder = tmp_path / "data"
+    dataset = {"source": "builtin", "val_tokens": 16384}
+    subprocess.run(command_for("builtin", dataset, folder), check=True)
+    manifest = load_manifest(folder / "manifest.json")
+    assert 400_000 < manifest.num_train_tokens + manifest.num_val_tokens < 900_000
+    assert 0.03 < manifest.num_val_tokens / manifest.num_train_tokens < 0.25
+    assert manifest.val_tokens == 16384
+    assert len((folder / "hellaswag.jsonl").read_text().splitlines()) >= 150
+
+
+def test_verify_script_names_the_bad_shard_and_exits_with_1(tmp_path):
+    make(tmp_path, write_lines(tmp_path / "a.jsonl", [f"document {i}" for i in range(100)]))
+    command = [sys.executable, SCRIPTS / "verify_dataset.py", "--manifest"]
+    command += [tmp_path / "manifest.json"]
+    good = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "2 shards, all good" in good.stdout
+    shard = tmp_path / "d_train_000001.bin"
+    shard.write_bytes(shard.read_bytes()[:-2])
+    bad = subprocess.run(command, capture_output=True, text=True)
+    assert bad.returncode == 1 and bad.stderr.startswith("error: ")
+    assert "d_train_000001.bin" in bad.stderr and "Traceback" not in bad.stderr
+
+
+@pytest.mark.slow
+def test_a_killed_run_leaves_no_worker_and_the_same_command_finishes(tmp_path):
+    for number in range(4):
+        lines = [json.dumps({"text": f"{number} {i} " + "word " * 300}) for i in range(60_000)]
+        (tmp_path / f"{number}.jsonl").write_text("\n".join(lines))
+    dataset = {"source": "files", "paths": [f"{tmp_path}/*.jsonl"]}
+    folder = tmp_path / "d"
+    process = subprocess.Popen(command_for("d", dataset, folder), start_new_session=True)
+    while not list(folder.glob(".streams/*.tmp.tokens")):
+        time.sleep(0.01)
+        assert process.poll() is None
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + 10
+    while workers := [p for p in psutil.pids() if session_of(p) == process.pid]:
+        assert time.monotonic() < deadline, f"workers live on: {workers}"
+        time.sleep(0.05)
+    subprocess.run(command_for("d", dataset, folder), check=True)
+    assert load_manifest(folder / "manifest.json").num_train_tokens > 60_000_000
+
+
+def session_of(pid):
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+@pytest.mark.skipif("TINYSHAKESPEARE" not in os.environ, reason="TINYSHAKESPEARE names no text")
+def test_tinyshakespeare_has_llm_c_s_token_counts(tmp_path):
+    dataset = {"source": "files", "paths": [os.environ["TINYSHAKESPEARE"]]}
+    make(tmp_path, dataset | {"split": "blank_lines", "val_first_tokens": 32_768})
+    manifest = load_manifest(tmp_path / "manifest.json")
+    assert (manifest.num_val_tokens, manifest.num_train_tokens) == (32_768, 305_260)
