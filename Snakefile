@@ -26,6 +26,7 @@ include: "workflow/rules/export.smk"
 include: "workflow/rules/evaluate.smk"
 include: "workflow/rules/plot.smk"
 include: "workflow/rules/report.smk"
+include: "workflow/rules/measure.smk"
 
 
 rule all:

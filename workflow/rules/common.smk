@@ -290,6 +290,17 @@ def evaluated_models(wildcards):
     ]
 
 
+# Speed
+
+
+def measured_speeds(wildcards):
+    """Results of the bench by device: those of this folder first, then those of the repository."""
+    folders = ["results/bench", f"{workflow.basedir}/benchmarks"]
+    return [
+        str(file) for folder in folders for file in sorted(Path(folder).glob("*.json"))
+    ]
+
+
 # Messages
 
 
@@ -298,7 +309,16 @@ def refuse_target(wildcards):
     stages = ("train", "export", "llmc", "evaluate", "samples")
     known = [f"{stage}_{name}" for stage in stages for name in TARGETS]
     known += [f"{stage}_{name}" for stage in ("data", "verify") for name in DATASETS]
-    known += ["all", "miniseries", "plots"]
+    known += [
+        "all",
+        "miniseries",
+        "plots",
+        "bench",
+        "profile",
+        "ladder",
+        "plan",
+        "compare",
+    ]
     raise WorkflowError(
         f"there is no target {wildcards.target!r}; {suggest(wildcards.target, known)} "
         f"Runs: {', '.join(TARGETS)}. Datasets: {', '.join(DATASETS)}."

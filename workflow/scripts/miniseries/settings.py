@@ -371,14 +371,16 @@ def _cross_problems(values: dict[str, Any], datasets: dict[str, Any]) -> Iterato
 def _name_problems(config: dict[str, Any], catalogue: Catalogue) -> Iterator[str]:
     """Names that collide with files of the workflow, and lists that name unknown runs."""
     for name in config["runs"]:
-        # a run's figures are {run}.png and {run}.speed.png, beside miniseries.png
-        if name == "miniseries" or name.endswith(".speed"):
+        # a run's figures are {run}.png and {run}.speed.png, beside these two
+        if name in ("miniseries", "ladder") or name.endswith(".speed"):
             yield f"runs.{name}: the name is taken by a figure of the workflow; choose another"
     if "hellaswag" in config["datasets"]:
         yield "datasets.hellaswag: the name is taken by the question file; choose another"
     known = [*catalogue.runs, *catalogue.sweeps]
-    for section in ("default_runs", "series"):
-        for name in config[section]:
+    lists = {section: config[section] for section in ("default_runs", "series")}
+    lists["plan.runs"] = config.get("plan", {}).get("runs", [])
+    for section, names in lists.items():
+        for name in names:
             if name not in known and name not in config["runs"]:
                 yield f"{section}: there is no run {name!r}; {suggest(name, known)}"
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import record_function
 
 from miniseries import checkpoint
 from miniseries.distributed import (
@@ -127,14 +128,17 @@ class Trainer:
         self.micro_batch = largest_micro_batch(self.machine["micro_batch"], windows)
         self.grad_accum_steps = windows // self.micro_batch
 
+    def _model_config(self) -> GPTConfig:
+        shape = ("num_layers", "num_heads", "channels", "sequence_length")
+        return GPTConfig(*(self.recipe[key] for key in shape))
+
     def _build_model(self) -> None:
         recipe, device = self.recipe, self.world.device
-        shape = [recipe[key] for key in ("num_layers", "num_heads", "channels", "sequence_length")]
         # "high" lets fp32 products run in TF32 where the device has it
         precise = "highest" if recipe["precision"] == "fp32" else "high"
         torch.set_float32_matmul_precision(precise)
         with torch.device("meta"):
-            self.model = GPT(GPTConfig(*shape))
+            self.model = GPT(self._model_config())
         self.num_parameters = self.model.num_parameters
         self.num_elements = sum(p.numel() for p in self.model.parameters())  # padding included
         compiled = self.machine["compile"]
@@ -232,12 +236,16 @@ class Trainer:
             if self.stop_flag.is_up():
                 self.stop(step)  # drops what there is of this step
             set_last_micro_step(self.model, micro_step == self.grad_accum_steps - 1)
-            tokens, targets = self.loader.micro_batch_at(step, micro_step)
-            loss = self.model(tokens, targets) / self.grad_accum_steps
-            loss.backward()
+            with record_function("data"):  # the ranges that profiles are cut by
+                tokens, targets = self.loader.micro_batch_at(step, micro_step)
+            with record_function("forward"):
+                loss = self.model(tokens, targets) / self.grad_accum_steps
+            with record_function("backward"):
+                loss.backward()
             loss_sum += loss.detach()
             self._pace()
-        norm = clip_gradients(self.model, self.world.mesh.get_group("shard"))
+        with record_function("clip"):
+            norm = clip_gradients(self.model, self.world.mesh.get_group("shard"))
         dist.all_reduce(loss_sum)
         loss, norm = torch.stack(
             [loss_sum / self.world.size, norm]
@@ -253,7 +261,8 @@ class Trainer:
         if not skipped:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
-            self.optimizer.step()
+            with record_function("optimizer"):
+                self.optimizer.step()
         self.optimizer.zero_grad()
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()

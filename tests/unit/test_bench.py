@@ -1,0 +1,134 @@
+"""What is measured: rungs and yardstick against the trainer, questions, and what cannot be done."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from stand_ins import make_dataset, make_settings
+
+from miniseries import bench, rungs
+from miniseries.bench import MEASURES, Job, made_up_questions, measure, not_measurable
+from miniseries.distributed import start_world
+from miniseries.formulas import attention
+from miniseries.rows import LADDER
+from miniseries.rungs import plain_attention
+from miniseries.scoring import TOKEN_MEAN
+from miniseries.shards import load_manifest
+from miniseries.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def world():
+    yield start_world("gloo")
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def job(manifest, world, tmp_path):
+    settings = json.loads(make_settings(tmp_path / "s.json", warmup_steps=0).read_text())
+    row = {"measure": "step", "settings": settings, "num_items": 3}
+    return Job(row, settings, load_manifest(manifest), world, 2, 0.0, 0.0, None)
+
+
+def last_loss(job, **row):
+    job = replace(job, row=job.row | row)
+    return MEASURES[job.row["measure"]](job)["loss_nats"]
+
+
+def test_plain_attention_is_attention():
+    qkv = torch.randn(2, 8, 3, 2, 4, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(plain_attention(qkv), attention(qkv))
+
+
+def test_the_bench_takes_the_trainers_own_steps(job, tmp_path):
+    run = Trainer(job.settings, job.manifest, None, tmp_path, job.world)
+    losses = [run.train_step(step).loss for step in range(4)]
+    assert last_loss(job) == losses[-1]
+
+
+@pytest.mark.parametrize("rung", ["fp32", "flash", "padded"])
+def test_every_rung_trains_the_same_model(job, rung, monkeypatch):
+    small = replace(LADDER[rung], precision="fp32", compile=False)
+    monkeypatch.setitem(LADDER, rung, small)
+    assert last_loss(job, measure="rung", rung=rung) == pytest.approx(last_loss(job), abs=1e-4)
+
+
+def test_an_unpadded_rung_has_the_published_vocabulary(job, tmp_path):
+    arguments = (job.settings, job.manifest, None, tmp_path, job.world)
+    run = rungs.RungTrainer(LADDER["fp32"], *arguments)
+    assert run.model.wte.weight.shape[0] == 50257
+    assert run.model.h[0].formulas.attention is plain_attention
+
+
+def test_the_yardstick_learns_like_the_trainer(job):
+    # other weights, the same tokens and shape
+    found = last_loss(job, measure="huggingface")
+    assert found == pytest.approx(math.log(50257), abs=0.3)
+
+
+def test_hellaswag_is_scored_as_in_training(job):
+    found = MEASURES["hellaswag"](job)
+    assert found["num_items"] == 3 and found["hellaswag_seconds"] > 0
+
+
+def test_made_up_questions_are_the_same_each_time_and_need_192_positions():
+    questions = made_up_questions(500)
+    assert questions == made_up_questions(500)
+    lengths = [len(c.tokens) for q in questions for c in q.candidates[TOKEN_MEAN]]
+    assert 128 < max(lengths) - 1 <= 192
+    assert 70 < sum(lengths) / len(lengths) < 110
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"precision": "tf32"}, "only GPUs have it"),
+        ({"precision": "bf16", "num_layers": 48, "channels": 1600}, "needs a GPU"),
+        ({"precision": "bf16"}, None),
+    ],
+)
+def test_what_a_cpu_cannot_do_is_said(job, changes, reason):
+    size = {"total_batch_tokens": 131072} if "channels" in changes else {}
+    settings = job.settings | {"recipe": job.settings["recipe"] | changes | size}
+    assert not_measurable(job.row, settings, 1) == reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "rung", "reason"),
+    [
+        ((7, 5), "bf16", "unsupported: needs compute capability 8.0, this GPU has 7.5"),
+        ((7, 5), "tf32", "unsupported: needs compute capability 8.0, this GPU has 7.5"),
+        ((7, 5), "fp32", None),
+        ((6, 1), "compile", "unsupported: needs compute capability 7.0, this GPU has 6.1"),
+        ((9, 0), "kernels", None),
+    ],
+)
+def test_what_an_older_gpu_cannot_do_is_said(monkeypatch, capability, rung, reason):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert rungs.missing(LADDER[rung], torch.device("cuda")) == reason
+
+
+def test_a_row_for_more_gpus_than_there_are_says_so(job, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    found = not_measurable(job.row, job.settings, 2)
+    assert found == "needs 2 GPUs, this machine has 1"
+
+
+def test_running_out_of_memory_is_a_result(job, manifest, monkeypatch, tmp_path):
+    def run_out(job):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setitem(bench.MEASURES, "step", run_out)
+    monkeypatch.setattr(bench, "start_world", lambda: job.world)
+    monkeypatch.setattr(bench.dist, "destroy_process_group", lambda: None)
+    measure(job.row, manifest, tmp_path / "out.json", 2, None, 0.0)
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["not_measured"] == "out of memory with 4 sequences at once"
