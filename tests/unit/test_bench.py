@@ -109,6 +109,8 @@ def test_what_a_cpu_cannot_do_is_said(job, changes, reason):
         ((7, 5), "fp32", None),
         ((6, 1), "compile", "unsupported: needs compute capability 7.0, this GPU has 6.1"),
         ((9, 0), "kernels", None),
+        ((8, 9), "fp8", "unsupported: needs compute capability 9.0, this GPU has 8.9"),
+        ((9, 0), "fp8", None),
     ],
 )
 def test_what_an_older_gpu_cannot_do_is_said(monkeypatch, capability, rung, reason):

@@ -185,6 +185,9 @@ def test_overlapping_kernels_are_not_counted_twice():
         ("ncclDevKernel_AllGather_RING_LL", COLLECTIVES),
         ("void at::native::split_with_sizes_copy_out_contiguous_no_cast_kernel", "copies"),
         ("aten::_log_softmax", "loss"),
+        ("_quantize_rows_kernel", "quantization"),
+        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<...>", "copies"),
+        ("triton_per_fused_native_layer_norm_add_0", "norms"),
         ("something new", "other"),
     ],
 )

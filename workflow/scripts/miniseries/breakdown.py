@@ -41,9 +41,12 @@ KINDS = {
     "optimizer": ("multi_tensor_apply", "adam", "_foreach", "vector_norm"),
     "embedding": ("embedding", "indexSelect", "index_select"),
     "sums": ("reduce_kernel", "aten::sum"),
-    "copies": ("copy", "emcpy", "cat", "fill", "emset", "split_with_sizes", "zero_"),
+    "quantization": ("quantize",),
+    "copies": (
+        "copy", "Copy", "emcpy", "emset", "CatArray", "aten::cat", "fused_cat", "fill", "zero_",
+    ),
     "compiled": ("triton_",),
-    "elementwise": ("elementwise", "aten::add", "aten::mul", "aten::div"),
+    "elementwise": ("elementwise", "Functor", "aten::add", "aten::mul", "aten::div"),
 }  # fmt: skip
 ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 LAUNCHES = {"cuda_runtime", "cuda_driver"}
