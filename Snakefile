@@ -59,6 +59,36 @@ rule plots:
         figures_of_logs,
 
 
+rule bench:
+    """Measure the speed of the training step on this device, in the ways that `bench:` says."""
+    input:
+        "results/bench/bench.md",
+
+
+rule profile:
+    """Show where the time of a step goes: by kernel, by phase, and as a trace for Perfetto."""
+    input:
+        "results/bench/profile.md",
+
+
+rule ladder:
+    """Measure what each optimisation brings, from fp32 to all that this project does."""
+    input:
+        "results/ladder/ladder.md",
+
+
+rule plan:
+    """Predict hours, dollars, memory, and disk of runs before anything is paid for."""
+    input:
+        "results/plan.md",
+
+
+rule compare:
+    """Set the measured speeds beside those of llm.c and PyTorch."""
+    input:
+        "results/bench/compare.md",
+
+
 for name, runs in TARGETS.items():
 
     rule:

@@ -206,19 +206,3 @@ rule write_comparison:
             --measured {input.measured:q} \
             --output {output.table:q} 2>{log:q}
         """
-
-
-for target, file in {
-    "bench": "results/bench/bench.md",
-    "profile": "results/bench/profile.md",
-    "ladder": "results/ladder/ladder.md",
-    "plan": "results/plan.md",
-    "compare": "results/bench/compare.md",
-}.items():
-
-    rule:
-        """Speed: see measure.smk."""
-        name:
-            target
-        input:
-            file,
