@@ -155,6 +155,12 @@ def compile_counter(group: str, name: str) -> int:
     return torch._dynamo.utils.counters[group][name]
 
 
+def has_compiled() -> bool:
+    """Whether something was compiled in this process that no cache held."""
+    names = ("fxgraph_cache_miss", "fxgraph_cache_bypass")
+    return any(compile_counter("inductor", name) for name in names)
+
+
 def measure_steps(job: Job) -> dict[str, Any]:
     """Take a first step, then the timed ones, then the profiled one.
 
@@ -171,7 +177,7 @@ def measure_steps(job: Job) -> dict[str, Any]:
         result: dict[str, Any] = {
             "micro_batch": run.micro_batch,
             "first_step_after_seconds": ready - job.started,
-            "was_cold": compile_counter("inductor", "fxgraph_cache_miss") > 0,
+            "was_cold": has_compiled(),
             "start": {
                 "import_seconds": job.imported - job.started,
                 "build_seconds": built - job.imported,
@@ -183,7 +189,8 @@ def measure_steps(job: Job) -> dict[str, Any]:
             result |= time_steps(run, job.steps)
         if job.profile and job.steps:
             result["breakdown"] = profile_step(run, UNTIMED_STEPS + job.steps, job.profile)
-        return result
+        run.journal.close()
+    return result
 
 
 def time_steps(run: Trainer, steps: int) -> dict[str, Any]:
@@ -269,10 +276,11 @@ def measure_hellaswag(job: Job) -> dict[str, Any]:
         ready = time.time()
         scores = hellaswag_scores(run.model, questions, **shared)
         seconds = time.time() - ready
+        run.journal.close()
     return {
         "micro_batch": run.micro_batch,
         "first_step_after_seconds": ready - job.started,
-        "was_cold": compile_counter("inductor", "fxgraph_cache_miss") > 0,
+        "was_cold": has_compiled(),
         "hellaswag_seconds": seconds,
         "first_call_seconds": ready - begun,
         "num_items": scores["num_items"],
