@@ -98,13 +98,13 @@ def gradients_of_logits(
 @triton.jit
 def _gelu_gate(x):
     """GELU's tanh form is x times this: (1 + tanh u) / 2 = 1 / (1 + e^-2u)."""
-    return 1.0 / (1.0 + tl.exp(-TWO_SQRT_2_OVER_PI * (x + CUBIC * x * x * x)))
+    return 1.0 / (1.0 + tl.exp((x + x * x * x * CUBIC) * -TWO_SQRT_2_OVER_PI))
 
 
 @triton.jit
 def _gelu_gradient(x, upstream):
     gate = _gelu_gate(x)
-    slope = TWO_SQRT_2_OVER_PI * (1.0 + 3.0 * CUBIC * x * x)
+    slope = (1.0 + x * x * 3.0 * CUBIC) * TWO_SQRT_2_OVER_PI
     return upstream * gate * (1.0 + x * (1.0 - gate) * slope)
 
 
