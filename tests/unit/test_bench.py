@@ -107,6 +107,8 @@ def test_what_a_cpu_cannot_do_is_said(job, changes, reason):
         ((7, 5), "bf16", "unsupported: needs compute capability 8.0, this GPU has 7.5"),
         ((7, 5), "tf32", "unsupported: needs compute capability 8.0, this GPU has 7.5"),
         ((7, 5), "fp32", None),
+        ((7, 5), "flash", None),
+        ((7, 5), "kernels", "unsupported: needs compute capability 8.0, this GPU has 7.5"),
         ((6, 1), "compile", "unsupported: needs compute capability 7.0, this GPU has 6.1"),
         ((9, 0), "kernels", None),
         ((8, 9), "fp8", "unsupported: needs compute capability 9.0, this GPU has 8.9"),
@@ -116,6 +118,17 @@ def test_what_a_cpu_cannot_do_is_said(job, changes, reason):
 def test_what_an_older_gpu_cannot_do_is_said(monkeypatch, capability, rung, reason):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert rungs.missing(LADDER[rung], torch.device("cuda")) == reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "rung", "precision"),
+    [((7, 5), "bf16", "bf16"), ((7, 5), "padded", "fp32"), ((9, 0), "padded", "bf16")],
+)
+def test_rungs_after_bf16_are_measured_without_it_where_it_lacks(
+    monkeypatch, capability, rung, precision
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert rungs.precision_on(LADDER[rung], torch.device("cuda")) == precision
 
 
 def test_a_row_for_more_gpus_than_there_are_says_so(job, monkeypatch):

@@ -150,6 +150,8 @@ def rungs(tmp_path):
         }
         if name == "tf32":
             row |= {"not_measured": "unsupported: needs compute capability 8.0"}
+        else:
+            row["precision"] = "fp32" if name == "padded" else LADDER[name].precision
         paths.append(tmp_path / f"{name}.json")
         paths[-1].write_text(json.dumps(row))
     return paths
@@ -163,7 +165,9 @@ def test_the_ladder_is_a_table_and_a_chart(rungs, tmp_path):
         for line in (tmp_path / "ladder.md").read_text().splitlines()
         if line.startswith("|")
     ][2:]
-    assert [line[0] for line in lines] == [rung.title for rung in LADDER.values()]
+    titles = [rung.title for rung in LADDER.values()]
+    titles[list(LADDER).index("padded")] += ", in fp32"
+    assert [line[0] for line in lines] == titles
     assert lines[0][1:] == ["1,000.0", "600,000", "1.00", "20.0 GiB", "31.6 s", "6.5000"]
     assert lines[1][1:] == ["unsupported: needs compute capability 8.0", *"-----"]
     assert lines[2][3] == "3.00"

@@ -18,7 +18,7 @@ from miniseries.distributed import World, start_world
 from miniseries.metrics import write_json
 from miniseries.planning import counted_bytes, num_elements
 from miniseries.rows import LADDER
-from miniseries.rungs import RungTrainer, missing, missing_for_precision
+from miniseries.rungs import RungTrainer, missing, missing_for_precision, precision_on
 from miniseries.scoring import TOKEN_MEAN, Candidate, Question, hellaswag_scores
 from miniseries.shards import VOCAB_SIZE, Manifest, load_manifest
 from miniseries.trainer import Trainer, attention_kernels, source_commit
@@ -61,6 +61,10 @@ def measure(
     imported = time.time()
     on_cpu = not torch.cuda.is_available()
     settings = row["settings_on_cpu"] if on_cpu and "settings_on_cpu" in row else row["settings"]
+    if row["measure"] == "rung":
+        device = torch.device("cpu" if on_cpu else "cuda")
+        recipe = settings["recipe"] | {"precision": precision_on(LADDER[row["rung"]], device)}
+        settings = settings | {"recipe": recipe}
     processes = int(os.environ.get("WORLD_SIZE", 1))
     result = facts(row, settings, processes)
     reason = not_measurable(row, settings, processes)

@@ -15,7 +15,7 @@ from miniseries.trainer import Trainer
 # Compute capabilities: tensor cores took up TF32 and bf16 with Ampere; scaling of single rows in
 # fp8, see fp8_formulas, needs Hopper, and Triton Volta
 NEEDED = {"tf32": (8, 0), "bf16": (8, 0), "fp8": (9, 0)}
-NEEDED_TO_COMPILE = (7, 0)
+NEEDED_TO_COMPILE, NEEDED_FOR_KERNELS = (7, 0), (8, 0)
 
 
 def missing_for_precision(precision: str, device: torch.device) -> str | None:
@@ -37,11 +37,19 @@ def missing(rung: Rung, device: torch.device) -> str | None:
     """Why this device cannot do a rung; None if it can."""
     if rung.own_kernels and device.type != "cuda":
         return "the kernels are for NVIDIA GPUs"
-    if rung.compile and device.type == "cuda":
-        reason = _missing_capability(NEEDED_TO_COMPILE, device)
-    else:
-        reason = None
-    return reason or missing_for_precision(rung.precision, device)
+    if device.type != "cuda":
+        return missing_for_precision(rung.precision, device)
+    needed = NEEDED_FOR_KERNELS if rung.own_kernels else NEEDED_TO_COMPILE
+    reason = _missing_capability(needed, device) if rung.compile else None
+    return reason or missing_for_precision(precision_on(rung, device), device)
+
+
+def precision_on(rung: Rung, device: torch.device) -> str:
+    """A rung's precision; those that stand on bf16 show what they bring without it, too."""
+    stands_on_bf16 = rung.compile and rung.precision == "bf16"
+    if stands_on_bf16 and missing_for_precision("bf16", device):
+        return "fp32"
+    return rung.precision
 
 
 def plain_attention(qkv: torch.Tensor) -> torch.Tensor:

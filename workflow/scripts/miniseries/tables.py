@@ -198,7 +198,7 @@ def ladder_table(rows: Sequence[Row]) -> str:
         done = not row["not_measured"]
         lines.append(
             {
-                "rung": LADDER[row["rung"]].title,
+                "rung": rung_title(row),
                 "ms a step": number(row.get("step_ms"), ",.1f") if done else row["not_measured"],
                 "tokens/s": number(row["tokens_per_second"]["median"]) if done else "-",
                 "times the first": number(first / row["step_ms"], ".2f") if done else "-",
@@ -217,7 +217,7 @@ def draw_ladder(rows: Sequence[Row], style: Style) -> Figure:
     speeds = [0 if r["not_measured"] else r["tokens_per_second"]["median"] for r in rows]
     colours = [GREEN if LADDER[row["rung"]].own_kernels else BLUE for row in rows]
     axes.barh(range(len(rows)), speeds, color=colours, height=0.65)
-    axes.set_yticks(range(len(rows)), [LADDER[row["rung"]].title for row in rows])
+    axes.set_yticks(range(len(rows)), [rung_title(row) for row in rows])
     axes.invert_yaxis()
     axes.set_xlim(0, 1.25 * max(*speeds, 1e-9))
     for place, (row, value) in enumerate(zip(rows, speeds, strict=True)):
@@ -228,6 +228,13 @@ def draw_ladder(rows: Sequence[Row], style: Style) -> Figure:
     axes.set_xlabel("tokens per second")
     axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def rung_title(row: Row) -> str:
+    """The rung, and its precision where the device lacks the usual one."""
+    rung = LADDER[row["rung"]]
+    in_other = row["precision"] != rung.precision and not row["not_measured"]
+    return f"{rung.title}, in {row['precision']}" if in_other else rung.title
 
 
 def ladder_title(rows: Sequence[Row]) -> str:
