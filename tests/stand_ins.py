@@ -71,6 +71,7 @@ def make_settings(path: Path, **changes: Any) -> Path:
         "micro_batch": 4,
         "gpus": 1,
         "compile": False,
+        "deterministic": False,
         "val_every_steps": 0,
         "hellaswag": False,
         "sample_every_steps": 0,
@@ -78,6 +79,7 @@ def make_settings(path: Path, **changes: Any) -> Path:
         "checkpoint_every_steps": 4,
         "keep_checkpoints": 0,
         "keep_every_steps": 0,
+        "stall_seconds": 300,
         "export_steps": [],
     }
     for key, value in changes.items():

@@ -46,6 +46,7 @@ FROZEN_RUN_KEYS = [
     "micro_batch",
     "gpus",
     "compile",
+    "deterministic",
     "val_every_steps",
     "hellaswag",
     "sample_every_steps",
@@ -53,6 +54,7 @@ FROZEN_RUN_KEYS = [
     "checkpoint_every_steps",
     "keep_checkpoints",
     "keep_every_steps",
+    "stall_seconds",
     "export_steps",
 ]
 # Table of the scripts: layers, heads, channels, T, tokens a step, steps, rate, final share, skips.

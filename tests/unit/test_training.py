@@ -3,12 +3,15 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from stand_ins import losses, make_dataset, make_settings, train_command, train_here
 
 from miniseries import checkpoint, trainer
@@ -36,6 +39,13 @@ def unbroken(manifest, tmp_path_factory):
     result = train_here(make_settings(folder / "in.json"), manifest, folder)
     assert result.returncode == 0, result.stderr
     return folder, result.stdout
+
+
+def load_parameter(folder, name):
+    entry = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata[name]
+    tensors = {name: torch.empty(entry.size)}
+    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    return tensors[name]
 
 
 def weights_hash(folder, step):
@@ -196,20 +206,52 @@ def test_a_checkpoint_with_a_number_that_is_not_finite_is_not_resumed_from(
     with torch.no_grad():
         run.model.ln_f.weight.to_local()[3] = math.inf
     run.save(4)
+    run.wait_for_save()
     torch.distributed.destroy_process_group()
-    with pytest.raises(ValueError, match=r"step-00000004: holds numbers that are not finite; move"):
+    with pytest.raises(
+        ValueError, match=r"step-00000004: .* numbers that are not finite\. No older"
+    ):
         in_this_process(tmp_path, manifest)
 
 
-def test_a_truncated_checkpoint_is_named_with_a_remedy(manifest, tmp_path, one_world):
+def test_a_lone_truncated_checkpoint_is_named_with_a_remedy(manifest, tmp_path, one_world):
     run = in_this_process(tmp_path, manifest)
     run.train_step(0)
     run.save(1)
+    run.wait_for_save()
     torch.distributed.destroy_process_group()
     part = next(checkpoint_folder(tmp_path, 1).glob("*.distcp"))
     part.write_bytes(part.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=r"step-00000001: the checkpoint is damaged .* move this"):
+    with pytest.raises(ValueError, match=r"step-00000001: the checkpoint is damaged .* No older"):
         in_this_process(tmp_path, manifest)
+
+
+@pytest.mark.parametrize("damage", ["short part", "no index", "not finite"])
+def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_is_taken(
+    unbroken, manifest, tmp_path, damage
+):
+    settings = make_settings(tmp_path / "in.json")
+    shutil.copytree(unbroken[0] / "checkpoints", tmp_path / "checkpoints")
+    shutil.rmtree(checkpoint_folder(tmp_path, 12))
+    newest = checkpoint_folder(tmp_path, 8)
+    if damage == "short part":
+        part = next(newest.glob("*.distcp"))
+        part.write_bytes(part.read_bytes()[:1000])
+    elif damage == "no index":
+        (newest / ".metadata").unlink()
+    else:
+        moment = load_parameter(newest, "exp_avg.ln_f.weight").numpy().tobytes()
+        (part,) = (path for path in newest.glob("*.distcp") if moment in path.read_bytes())
+        content = part.read_bytes()
+        spoilt = np.float32(np.inf).tobytes() + moment[4:]
+        part.write_bytes(content.replace(moment, spoilt))
+    result = train_here(settings, manifest, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"step-00000008: .*; it is put aside, and an older one", result.stdout)
+    assert "resuming at step 4 of 12" in result.stdout
+    assert newest.with_name("step-00000008.damaged").exists()
+    assert losses(tmp_path)[-1] == losses(unbroken[0])[-1]
+    assert weights_hash(tmp_path, 12) == weights_hash(unbroken[0], 12)
 
 
 def test_other_settings_under_the_same_name_are_refused_and_nothing_is_lost(unbroken, manifest):
@@ -227,6 +269,7 @@ def test_a_failed_save_leaves_no_part_and_keeps_the_older_checkpoint(
     run = in_this_process(tmp_path, manifest)
     run.train_step(0)
     run.save(1)
+    run.wait_for_save()
 
     def full_disk(*_arguments, **_more):
         raise OSError(28, "No space left on device")
@@ -234,6 +277,7 @@ def test_a_failed_save_leaves_no_part_and_keeps_the_older_checkpoint(
     monkeypatch.setattr(checkpoint.dcp, "save", full_disk)
     with pytest.raises(OSError, match="step-00000002: the checkpoint could not be written"):
         run.save(2)
+        run.wait_for_save()
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
 
 
@@ -252,6 +296,7 @@ def test_old_checkpoints_go_but_majors_exports_and_pinned_ones_stay(manifest, tm
     for step in range(8):
         run.train_step(step)
         run.save(step + 1)
+        run.wait_for_save()
         if step == 3:
             (checkpoint_folder(tmp_path, 4) / "pinned").touch()
     assert saved_steps(tmp_path) == [3, 4, 5, 7, 8]
@@ -271,6 +316,16 @@ def test_an_outlier_is_skipped_counted_and_leaves_the_weights_alone(
     assert report.skipped and report.loss_z > 5
     assert torch.equal(run.model.ln_f.weight.to_local(), before)
     assert "skipping update due to loss z-score of" in capsys.readouterr().out
+
+
+def test_deterministic_allows_repeatable_operations_alone(manifest, tmp_path, one_world):
+    run = in_this_process(tmp_path, manifest, deterministic=True)
+    try:
+        assert torch.are_deterministic_algorithms_enabled()
+        assert "deterministic" in run.model.formulas.attention_name
+        assert run.train_step(0).loss == pytest.approx(math.log(50257), abs=0.15)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_processes_that_cannot_share_a_batch_equally_are_refused(manifest, tmp_path):

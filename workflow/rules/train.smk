@@ -46,7 +46,6 @@ checkpoint train:
     # appends to train.log in its folder.
     log:
         "results/logs/train/{run}.log",
-    retries: 2
     conda:
         "../envs/miniseries.yaml"
     # as many as there are, up to this: on larger machines downloads go on beside

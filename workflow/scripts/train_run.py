@@ -6,11 +6,13 @@ torchrun it is one of those processes.
 
 import argparse
 import os
+import signal
 from pathlib import Path
 
-from miniseries.launcher import launch
-from miniseries.metrics import die_with_parent, run_main
-from miniseries.trainer import train
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # while modules load Ctrl-C is no traceback
+
+from miniseries.launcher import launch  # noqa: E402
+from miniseries.metrics import run_main  # noqa: E402
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
@@ -23,10 +25,16 @@ if __name__ == "__main__":
     parser.add_argument(
         "--done", type=Path, required=True, help="written last, once all steps are done"
     )
+    parser.add_argument("--find-micro-batch", type=int, help=argparse.SUPPRESS)  # by the launcher
     arguments = vars(parser.parse_args())
-    settings = arguments.pop("settings")
-    if "RANK" in os.environ:
-        die_with_parent()
+    settings, processes = arguments.pop("settings"), arguments.pop("find_micro_batch")
+    if "RANK" in os.environ and processes:
+        from miniseries.trial import find_micro_batch  # loads PyTorch
+
+        run_main(find_micro_batch, folder=arguments["folder"], processes=processes)
+    elif "RANK" in os.environ:
+        from miniseries.worker import train  # loads PyTorch
+
         run_main(train, **arguments)
     elif settings is None:
         parser.error("--settings is required")

@@ -2,13 +2,14 @@
 
 A checkpoint is a folder `step-00000200` that PyTorch's distributed checkpoint fills: each rank
 writes its part of weights and moments, and `trainer.json` holds the rest. It is written under a
-temporary name, synced, and renamed: a folder with the final name is whole.
+temporary name, synced, and renamed once all ranks are done: a folder with the final name is whole.
 """
 
 import os
 import re
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from miniseries.shards import file_sha256
 # what saving and loading can raise; PyTorch's own is no Exception
 FAULTS = (Exception, CheckpointException)
 STEP_FOLDER = re.compile(r"step-(\d{8})")
+WRITER_THREADS = 4  # and files of a rank; one writes 1 to 2 GB/s, less than most disks take
 BYTES_PER_PARAMETER = 12  # fp32 weight and the two fp32 moments of AdamW
 
 
@@ -39,7 +41,8 @@ def saved_steps(run_folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, torch.Tensor]:
+def state_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, torch.Tensor]:
+    """What training changes and a checkpoint holds, by name: weights and both moments."""
     tensors = {}
     for name, parameter in model.named_parameters():
         tensors[f"model.{name}"] = parameter.detach()
@@ -51,12 +54,17 @@ def _tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, torch.
 def save_checkpoint(
     run_folder: Path,
     step: int,
-    model: nn.Module,
-    optimizer: torch.optim.AdamW,
-    trainer_state: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    state: dict[str, Any],
     world: World,
-) -> Path:
-    """Write the state after `step` updates; every rank calls it.
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write a checkpoint whole or not at all; every rank calls it, in any thread.
+
+    Args:
+        tensors: by `state_tensors`, or a copy of them.
+        state: all else, for `trainer.json`.
+        group: all ranks; the one through which they agree here and nowhere else.
 
     Raises:
         OSError: it could not be written (disk full); nothing is left of it and all older
@@ -64,33 +72,28 @@ def save_checkpoint(
     """
     final = checkpoint_folder(run_folder, step)
     if final.exists():
-        return final
+        return
     temporary = final.with_name(f"{final.name}.tmp")
-    if world.is_main:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    dist.barrier()
-    adam_step = optimizer.state[next(iter(model.parameters()))]["step"].item()
     try:
-        dcp.save(_tensors(model, optimizer), checkpoint_id=temporary)  # syncs each file
-        if world.is_main:
-            state = {"step": step, "adam_step": adam_step, **trainer_state}
-            write_json(temporary / "trainer.json", state)
+        writer = dcp.FileSystemWriter(temporary, thread_count=WRITER_THREADS)  # syncs each file
+        dcp.save(tensors, storage_writer=writer, process_group=group)  # returns when all are done
+        if not world.is_main:
+            return
+        write_json(temporary / "trainer.json", state)
+        _sync_folder(temporary)
+        temporary.rename(final)
     except FAULTS as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if world.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
         free = shutil.disk_usage(run_folder).free
         raise OSError(
             f"{final}: the checkpoint could not be written ({free:,} bytes free): "
             f"{_reason(error)}; older ones are intact; make room and give the same command again"
         ) from error
-    if world.is_main:
-        temporary.rename(final)
-        _sync_folder(final.parent)
-        relative = str(final.relative_to(run_folder))
-        marker = {"run": trainer_state["run"], "step": step, "checkpoint": relative}
-        write_json(run_folder / "saved" / f"{step}.json", marker)
-    dist.barrier()
-    return final
+    _sync_folder(final.parent)
+    relative = str(final.relative_to(run_folder))
+    marker = {"run": state["run"], "step": step, "checkpoint": relative}
+    write_json(run_folder / "saved" / f"{step}.json", marker)
 
 
 def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Any]:
@@ -100,24 +103,67 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW
         The trainer's own state, as it was given to `save_checkpoint`.
 
     Raises:
-        ValueError: damaged, or not all numbers in it are finite; names the folder and a remedy.
+        ValueError: damaged, or not all numbers in it are finite; names the folder.
     """
-    remedy = "move this folder away, and the same command goes on from the one before"
     state = read_json(folder / "trainer.json")
-    tensors = _tensors(model, optimizer)
+    tensors = state_tensors(model, optimizer)
     try:
         dcp.load(tensors, checkpoint_id=folder)
     except FAULTS as error:
-        raise ValueError(
-            f"{folder}: the checkpoint is damaged ({_reason(error)}); {remedy}"
-        ) from error
+        raise ValueError(f"{folder}: the checkpoint is damaged ({_reason(error)})") from error
     for parameter in model.parameters():
         optimizer.state[parameter]["step"].fill_(state["adam_step"])
     finite = torch.stack([torch.isfinite(_local(t)).all().float() for t in tensors.values()]).min()
     dist.all_reduce(finite, op=dist.ReduceOp.MIN)
     if not finite.item():
-        raise ValueError(f"{folder}: holds numbers that are not finite; {remedy}")
+        raise ValueError(f"{folder}: the checkpoint holds numbers that are not finite")
     return state
+
+
+def load_newest(
+    run_folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, world: World
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """Read the newest checkpoint that is sound; every rank calls it.
+
+    A damaged one is put aside, as `step-00000200.damaged`, and the one before is tried.
+
+    Returns:
+        State as by `load_checkpoint`, None if there is no checkpoint at all; and a sentence on
+        each damaged one.
+
+    Raises:
+        ValueError: there are some, but all are damaged; a run is never silently begun anew.
+    """
+    problems: list[str] = []
+    steps = saved_steps(run_folder)
+    for step in reversed(steps):
+        try:
+            folder = checkpoint_folder(run_folder, step)
+            return load_checkpoint(folder, model, optimizer), problems
+        except ValueError as error:
+            problems.append(str(error))
+        if step != steps[0]:
+            if world.is_main:
+                forget(run_folder, step, aside="damaged")
+            dist.barrier()
+    if problems:
+        raise ValueError(
+            f"{'; '.join(problems)}. No older checkpoint is left: bring a sound one back from a "
+            f"copy, or delete {run_folder} to begin the run anew"
+        )
+    return None, []
+
+
+def forget(run_folder: Path, step: int, aside: str = "") -> None:
+    """Take a checkpoint away: delete it, or keep it under a name that nothing looks for."""
+    folder = checkpoint_folder(run_folder, step)
+    (run_folder / "saved" / f"{step}.json").unlink(missing_ok=True)
+    if aside:
+        target = folder.with_name(f"{folder.name}.{aside}")
+        shutil.rmtree(target, ignore_errors=True)
+        folder.rename(target)
+    else:
+        shutil.rmtree(folder)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -167,16 +213,20 @@ def read_marker(marker: Path) -> tuple[Path, dict[str, Any]]:
     return checkpoint, {**settings, "step": content["step"]}
 
 
-def describe_files(folder: Path, run_folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and sha256 of each file of a checkpoint, by its path in the run's folder."""
-    return {
-        str(path.relative_to(run_folder)): {
-            "num_bytes": path.stat().st_size,
-            "sha256": file_sha256(path),
-        }
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+def describe_files(
+    folder: Path, run_folder: Path, beat: Callable[[], None]
+) -> dict[str, dict[str, Any]]:
+    """Size and sha256 of each file of a checkpoint, by its path in the run's folder.
+
+    Args:
+        beat: called before each file; one of some gigabytes takes seconds.
+    """
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        beat()
+        name = str(path.relative_to(run_folder))
+        found[name] = {"num_bytes": path.stat().st_size, "sha256": file_sha256(path)}
+    return found
 
 
 def clean_up(run_folder: Path) -> None:
@@ -200,8 +250,7 @@ def rotate(run_folder: Path, keep: int, keep_every: int, pinned: set[int]) -> No
             or (keep_every and step % keep_every == 0)
         ):
             continue
-        (run_folder / "saved" / f"{step}.json").unlink(missing_ok=True)
-        shutil.rmtree(folder)
+        forget(run_folder, step)
 
 
 def check_space(run_folder: Path, num_parameters: int) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 SECONDS_BETWEEN_ETA_LINES = 30.0
+SECONDS_BETWEEN_REDRAWS = 0.5
 
 
 def step_line(
@@ -57,7 +58,7 @@ class Console:
             disable=not sys.stdout.isatty(),
             file=sys.stdout,
         )
-        self._last_eta = time.monotonic()
+        self._last_eta = self._last_progress = time.monotonic()
 
     def line(self, text: str) -> None:
         """Print one line, above the bar where there is one."""
@@ -83,6 +84,19 @@ class Console:
         elif time.monotonic() - self._last_eta > SECONDS_BETWEEN_ETA_LINES:
             self._last_eta = time.monotonic()
             self.line(f"eta {duration(left)} for the {self.max_steps - step} steps left")
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Show how far a pause in the steps is; without a bar by a line now and then."""
+        if not self.is_main:
+            return
+        now = time.monotonic()
+        if self.bar.disable and now - self._last_eta > SECONDS_BETWEEN_ETA_LINES:
+            self._last_eta = now
+            self.line(f"{what}: {done} of {total}")
+        elif not self.bar.disable and now - self._last_progress > SECONDS_BETWEEN_REDRAWS:
+            self._last_progress = now
+            with contextlib.suppress(OSError):
+                self.bar.set_postfix_str(f"{what} {done}/{total}")
 
     def close(self) -> None:
         """End the bar and the log."""

@@ -4,7 +4,9 @@ import contextlib
 import os
 import signal
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from miniseries.model import GPT
+from miniseries.supervisor import signals_heard
 
 # Dense bf16 peaks without sparsity, TFLOP/s, by exact device name: vendor data sheets; the two
 # H100 entries as llm.c's mfu.h has them, H200 as torchtitan (the same processor as H100 SXM)
@@ -29,6 +32,8 @@ PEAK_BF16_TFLOPS = {
 # longer than a group of GPU kernels when there are many
 MAX_GROUPS = 12
 COMPUTE_DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+# Longer than a hang may last until the launcher ends it, which knows better what is a hang
+COLLECTIVE_TIMEOUT = timedelta(hours=1)
 
 
 @dataclass(frozen=True)
@@ -54,23 +59,6 @@ def choose_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def num_local_processes(gpus: int | str) -> int:
-    """Processes to start on this node: one a GPU, or one on the CPU.
-
-    Raises:
-        ValueError: more GPUs asked for than there are.
-    """
-    found = torch.cuda.device_count()
-    if gpus == "auto":
-        return max(1, found)
-    if found and int(gpus) > found:
-        raise ValueError(
-            f"machine.gpus is {gpus}, but this machine shows {found}; set it to `auto` or less, "
-            "or check CUDA_VISIBLE_DEVICES"
-        )
-    return int(gpus)
-
-
 def start_world(backend: str | None = None) -> World:
     """Join the other processes that torchrun started; alone when there are none."""
     rank = int(os.environ.get("RANK", 0))
@@ -83,7 +71,7 @@ def start_world(backend: str | None = None) -> World:
         torch.cuda.set_device(device)
     backend = backend or ("cpu:gloo,cuda:nccl" if use_cuda else "gloo")
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     num_nodes = size // local_size
@@ -96,6 +84,13 @@ def start_world(backend: str | None = None) -> World:
     return World(rank, size, num_nodes, device, mesh)
 
 
+class Interrupted(BaseException):
+    """Raised out of whatever goes on when a signal comes while there is nothing to save.
+
+    No Exception: a compiler that it interrupts must not take it for a failure of its own.
+    """
+
+
 class StopFlag:
     """Whether Ctrl-C, TERM or the end of the terminal came, to any process of the run."""
 
@@ -103,16 +98,20 @@ class StopFlag:
         self.world = world
         self.signal: str | None = None
 
-    def watch(self) -> None:
+    def watch(self, has_something_to_save: Callable[[], bool]) -> None:
         """Note these signals from now on instead of ending at once."""
 
         def note(number: int, _frame: Any) -> None:
-            if self.signal is None and self.world.is_main:
+            if self.signal is not None:
+                return
+            self.signal = signal.Signals(number).name
+            if not has_something_to_save():
+                raise Interrupted
+            if self.world.is_main:
                 with contextlib.suppress(OSError):  # the terminal may be gone
                     os.write(1, b"stopping: the last whole step is saved, please wait\n")
-            self.signal = signal.Signals(number).name
 
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in signals_heard():
             signal.signal(number, note)
 
     def is_up(self) -> bool:
@@ -156,6 +155,11 @@ def reshard(model: GPT) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def device_name(device: torch.device) -> str:
+    """What kind of device this is: the GPU's name, or `cpu`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def peak_tflops(device: torch.device) -> float | None:

@@ -63,6 +63,10 @@ class Journal:
         """One line to the console and train.log."""
         self.console.line(text)
 
+    def progress(self, what: str, done: int, total: int) -> None:
+        """How far something without lines of its own is."""
+        self.console.progress(what, done, total)
+
     def record(self, kind: str, step: int, **values: Any) -> None:
         """One line into metrics.jsonl."""
         if self.is_main:

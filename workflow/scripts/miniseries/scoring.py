@@ -31,6 +31,7 @@ ENCODER_THREADS = 2  # ranks of one node share its cores
 
 # n + 1 token ids (n inputs and, one to the left, their targets); how many last targets count
 Row = tuple[Sequence[int] | np.ndarray, int]
+Progress = Callable[[int, int], None]
 
 
 class Candidate(NamedTuple):
@@ -46,6 +47,10 @@ class Question(NamedTuple):
 
     label: int
     candidates: dict[str, list[Candidate]]
+
+
+def _no_progress(_done: int, _total: int) -> None:
+    """Nobody wants to know."""
 
 
 def _calls(num_rows: int, rows: int, rank: int, world_size: int) -> Iterator[range]:
@@ -80,6 +85,7 @@ def _row_losses(
     device: torch.device,
     rank: int,
     world_size: int,
+    progress: Progress,
 ) -> np.ndarray:
     """Summed loss of the counted targets of every row, on every rank.
 
@@ -88,6 +94,7 @@ def _row_losses(
     """
     sums = torch.zeros(num_rows, dtype=torch.float64, device=device)
     for part in _calls(num_rows, rows_per_call, rank, world_size):
+        progress(part.start, num_rows)
         packed = _pack([read_row(i) for i in part], rows_per_call, length)
         if device.type == "cuda":
             packed = tuple(t.pin_memory() for t in packed)
@@ -145,6 +152,7 @@ def validation_loss(
     device: torch.device,
     rank: int = 0,
     world_size: int = 1,
+    progress: Progress = _no_progress,
 ) -> dict[str, Any]:
     """Mean loss over the first `val_tokens` tokens of the validation shards.
 
@@ -153,6 +161,7 @@ def validation_loss(
 
     Args:
         micro_batch: windows of one rank in one forward call.
+        progress: called by all ranks before each call of the model, with windows done and in all.
 
     Returns:
         val_loss_nats; val_loss_stderr, the standard error over windows in nats (None with a
@@ -171,7 +180,7 @@ def validation_loss(
         _check_ids(ids, manifest.val_shards[shard], first)
         return ids, length
 
-    split = {"device": device, "rank": rank, "world_size": world_size}
+    split = {"device": device, "rank": rank, "world_size": world_size, "progress": progress}
     shape = {"rows_per_call": micro_batch, "length": length}
     means = _row_losses(model, read_window, len(windows), **shape, **split) / length
     stderr = float(means.std(ddof=1)) / math.sqrt(len(means)) if len(means) > 1 else None
@@ -297,6 +306,7 @@ def hellaswag_scores(
     device: torch.device,
     rank: int = 0,
     world_size: int = 1,
+    progress: Progress = _no_progress,
     with_predictions: bool = False,
 ) -> dict[str, Any]:
     """Share of questions whose true ending the model finds likeliest.
@@ -308,6 +318,7 @@ def hellaswag_scores(
     Args:
         questions: from `encode_questions`, with this rule.
         micro_batch: rows of T tokens that fit one rank's forward call.
+        progress: called by all ranks before each call of the model, with rows done and in all.
 
     Returns:
         rule, num_items, num_truncated (questions that lost tokens); acc (smallest summed loss)
@@ -320,7 +331,7 @@ def hellaswag_scores(
     longest = max(len(c.tokens) - 1 for c in candidates)
     length = min(positions, -(-longest // ROW_MULTIPLE) * ROW_MULTIPLE)
     rows = [(c.tokens[-(length + 1) :], min(c.num_ending, length)) for c in candidates]
-    split = {"device": device, "rank": rank, "world_size": world_size}
+    split = {"device": device, "rank": rank, "world_size": world_size, "progress": progress}
     shape = {"rows_per_call": micro_batch * (positions // length), "length": length}
     sums = _row_losses(model, rows.__getitem__, len(rows), **shape, **split)
     if rule == TOKEN_MEAN:

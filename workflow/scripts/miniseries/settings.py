@@ -27,9 +27,9 @@ RECIPE_KEYS = (
 )
 # Speed, cadence, and logging: may change whenever a run is resumed.
 MACHINE_KEYS = (
-    "micro_batch", "gpus", "compile", "val_every_steps", "hellaswag", "sample_every_steps",
-    "sample_tokens", "checkpoint_every_steps", "keep_checkpoints", "keep_every_steps",
-    "export_steps",
+    "micro_batch", "gpus", "compile", "deterministic", "val_every_steps", "hellaswag",
+    "sample_every_steps", "sample_tokens", "checkpoint_every_steps", "keep_checkpoints",
+    "keep_every_steps", "stall_seconds", "export_steps",
 )
 # fmt: on
 KINDS = {  # the schema's types in words

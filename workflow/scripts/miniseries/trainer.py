@@ -1,6 +1,7 @@
 """The training loop: the same for one CPU process and for many nodes."""
 
 import contextlib
+import functools
 import math
 import platform
 import subprocess
@@ -14,27 +15,29 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import record_function
 
-from miniseries import checkpoint
+from miniseries import checkpoint, determinism, microbatch
 from miniseries.distributed import (
+    Interrupted,
     StopFlag,
     World,
+    device_name,
     peak_tflops,
     reshard,
     set_last_micro_step,
     shard_model,
-    start_world,
 )
 from miniseries.encode import gpt2_encoding
 from miniseries.journal import Journal, StepReport
 from miniseries.loader import Loader
-from miniseries.metrics import read_json, read_metrics, write_json
+from miniseries.metrics import read_metrics, write_json
 from miniseries.model import GPT, GPTConfig, init_weights
 from miniseries.optimizer import ZScore, clip_gradients, make_optimizer
+from miniseries.saver import Saver
 from miniseries.schedule import learning_rate_at
 from miniseries.scoring import encode_questions, hellaswag_scores, validation_loss
-from miniseries.shards import DOCUMENT_MARK, Manifest, load_manifest
+from miniseries.shards import DOCUMENT_MARK, Manifest
+from miniseries.supervisor import STEP, STOPPED, Heartbeat
 
-STOPPED = 130  # exit code of a run that a signal ended; everything up to its last step is saved
 # First choice first: on Hopper cuDNN's kernels take about half of FlashAttention-2's time
 ATTENTION_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -53,17 +56,36 @@ def source_commit() -> str | None:
         return None
 
 
-def attention_kernels(device: torch.device) -> contextlib.AbstractContextManager:
+def attention_kernels(
+    device: torch.device, deterministic: bool = False
+) -> contextlib.AbstractContextManager:
     """Context in which attention takes the fastest kernels that the device has."""
     if device.type != "cuda":
         return contextlib.nullcontext()
-    return sdpa_kernel(ATTENTION_BACKENDS, set_priority=True)
+    backends = determinism.ATTENTION_BACKENDS if deterministic else ATTENTION_BACKENDS
+    return sdpa_kernel(backends, set_priority=True)
 
 
-def largest_micro_batch(wanted: int, windows_per_rank: int) -> int:
-    """The largest number of sequences, at most `wanted`, that divides a rank's share of a batch."""
-    sizes = range(1, min(wanted, windows_per_rank) + 1)
-    return max(size for size in sizes if windows_per_rank % size == 0)
+def model_config(recipe: dict[str, Any]) -> GPTConfig:
+    """The model's shape."""
+    shape = ("num_layers", "num_heads", "channels", "sequence_length")
+    return GPTConfig(*(recipe[key] for key in shape))
+
+
+def make_model(
+    config: GPTConfig, recipe: dict[str, Any], machine: dict[str, Any], device: torch.device
+) -> tuple[GPT, bool]:
+    """A model on no device yet, with the formulas for this one; and whether it is compiled."""
+    with torch.device("meta"):
+        model = GPT(config)
+    compiled = device.type == "cuda" if machine["compile"] == "auto" else machine["compile"]
+    if recipe["precision"] == "fp8" and not (compiled and device.type == "cuda"):
+        raise ValueError("precision fp8 needs a GPU and machine.compile; set it to bf16")
+    if compiled:
+        model.compile(device, recipe["precision"])
+    if machine["deterministic"]:
+        determinism.use_repeatable_attention(model)
+    return model, compiled
 
 
 class Trainer:
@@ -90,15 +112,21 @@ class Trainer:
     ) -> None:
         self.settings, self.recipe, self.machine = settings, settings["recipe"], settings["machine"]
         self.manifest, self.folder, self.world = manifest, folder, world
+        if self.machine["deterministic"]:
+            determinism.enforce()
         self.stop_flag = StopFlag(world)
+        self.heartbeat = Heartbeat()
         self._queued: deque[torch.cuda.Event] = deque()
         self.max_steps = self.recipe["max_steps"]
         self.tokens_per_step = self.recipe["total_batch_tokens"]
+        self.notes: list[str] = []  # what happened before there was anybody to tell
         self._split_batch()
         self._build_model()
         self.loss_detector, self.norm_detector = ZScore(), ZScore()
         self.wall_seconds_before = 0.0
         self.first_step = self._resume()
+        self.steps_done = self.first_step
+        self.saver = Saver(folder, self.model, self.optimizer, world, self._rotate)
         self.started = time.monotonic()
         self.loader = Loader(
             manifest.train_shards,
@@ -117,36 +145,26 @@ class Trainer:
     # ---- getting ready ------------------------------------------------------------------
 
     def _split_batch(self) -> None:
-        length = self.recipe["sequence_length"]
-        windows, rest = divmod(self.tokens_per_step // length, self.world.size)
-        if rest or windows == 0:
-            raise ValueError(
-                f"total_batch_tokens {self.tokens_per_step} is {self.tokens_per_step // length} "
-                f"sequences of {length} tokens, which {self.world.size} processes cannot share "
-                "equally; set machine.gpus to a number that divides it"
-            )
-        self.micro_batch = largest_micro_batch(self.machine["micro_batch"], windows)
+        name = device_name(self.world.device)
+        self.micro_batch, reason = microbatch.choose(
+            self.folder, self.settings, self.world.size, name
+        )
+        windows = microbatch.windows_per_process(self.recipe, self.world.size)
         self.grad_accum_steps = windows // self.micro_batch
+        if reason is not None:
+            self.notes.append(f"micro_batch {self.micro_batch}: {reason}")
 
     def _model_config(self) -> GPTConfig:
-        shape = ("num_layers", "num_heads", "channels", "sequence_length")
-        return GPTConfig(*(self.recipe[key] for key in shape))
+        return model_config(self.recipe)
 
     def _build_model(self) -> None:
         recipe, device = self.recipe, self.world.device
         # "high" lets fp32 products run in TF32 where the device has it
         precise = "highest" if recipe["precision"] == "fp32" else "high"
         torch.set_float32_matmul_precision(precise)
-        with torch.device("meta"):
-            self.model = GPT(self._model_config())
+        self.model, self.compiled = make_model(self._model_config(), recipe, self.machine, device)
         self.num_parameters = self.model.num_parameters
         self.num_elements = sum(p.numel() for p in self.model.parameters())  # padding included
-        compiled = self.machine["compile"]
-        self.compiled = device.type == "cuda" if compiled == "auto" else compiled
-        if recipe["precision"] == "fp8" and not (self.compiled and device.type == "cuda"):
-            raise ValueError("precision fp8 needs a GPU and machine.compile; set it to bf16")
-        if self.compiled:
-            self.model.compile(device, recipe["precision"])
         shard_model(self.model, self.world, recipe["precision"])
         self.model.to_empty(device=device)
         self.optimizer = make_optimizer(self.model, recipe["weight_decay"])
@@ -157,20 +175,29 @@ class Trainer:
             checkpoint.clean_up(self.folder)
             checkpoint.check_space(self.folder, self.num_elements)
         dist.barrier()
-        steps = checkpoint.saved_steps(self.folder)
-        if not steps:
+        state, problems = checkpoint.load_newest(
+            self.folder, self.model, self.optimizer, self.world
+        )
+        self.notes += [
+            f"{problem}; it is put aside, and an older one is taken" for problem in problems
+        ]
+        if state is None:
             init_weights(self.model, self.recipe["seed"])
             return 0
-        newest = checkpoint.checkpoint_folder(self.folder, steps[-1])
-        state = checkpoint.load_checkpoint(newest, self.model, self.optimizer)
         if state["fingerprint"] != self.settings["fingerprint"]:
             raise ValueError(
-                f"{newest} belongs to other settings than {self.folder / 'settings.json'}; "
-                "give the new settings a run name of their own"
+                f"the checkpoint of step {state['step']} belongs to other settings than "
+                f"{self.folder / 'settings.json'}; give the new settings a run name of their own"
             )
         self.loss_detector.load_state_dict(state["loss_detector"])
         self.norm_detector.load_state_dict(state["norm_detector"])
         self.wall_seconds_before = state["wall_seconds"]
+        for key, now in (("world_size", self.world.size), ("micro_batch", self.micro_batch)):
+            if state[key] != now:
+                self.notes.append(
+                    f"the checkpoint was made with {key} {state[key]}, now it is {now}: the same "
+                    "batches, and losses equal but for rounding"
+                )
         return state["step"]
 
     def _make_journal(self) -> Journal:
@@ -192,7 +219,7 @@ class Trainer:
     def announce(self) -> None:
         """The table of settings, and the lines that llm.c prints at its start."""
         device = self.world.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+        name = device_name(device) if device.type == "cuda" else None
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         versions |= {"commit": source_commit(), "host": platform.node()}
         versions |= {"started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
@@ -209,6 +236,8 @@ class Trainer:
             sequence_length=self.recipe["sequence_length"],
             grad_accum_steps=self.grad_accum_steps,
         )
+        for note in self.notes:
+            self.journal.say(note)
         self.journal.start(
             fingerprint=self.settings["fingerprint"],
             world_size=self.world.size,
@@ -233,8 +262,7 @@ class Trainer:
         start = time.perf_counter()
         loss_sum = torch.zeros((), device=self.world.device)
         for micro_step in range(self.grad_accum_steps):
-            if self.stop_flag.is_up():
-                self.stop(step)  # drops what there is of this step
+            self._go_on()  # or drop what there is of this step
             set_last_micro_step(self.model, micro_step == self.grad_accum_steps - 1)
             with record_function("data"):  # the ranges that profiles are cut by
                 tokens, targets = self.loader.micro_batch_at(step, micro_step)
@@ -267,6 +295,8 @@ class Trainer:
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
+        self.steps_done = step + 1
+        self.heartbeat.beat(STEP)
         return StepReport(step, loss, norm, loss_z, grad_z, learning_rate, seconds, skipped)
 
     def _learning_rate(self, step: int) -> float:
@@ -293,11 +323,15 @@ class Trainer:
         """Validation loss and, from the first update on, HellaSwag; all ranks share the work."""
         shared: dict[str, Any] = {"micro_batch": self.micro_batch, "device": self.world.device}
         shared |= {"rank": self.world.rank, "world_size": self.world.size}
-        scores = validation_loss(self.model, self.manifest, **shared)
+        progress = functools.partial(self._go_on, "validation")
+        scores = validation_loss(self.model, self.manifest, **shared, progress=progress)
+        val_loss = scores["val_loss_nats"]
         self.journal.validation(step, scores)
         if self.questions is not None and step > 0:
-            self.journal.hellaswag(step, hellaswag_scores(self.model, self.questions, **shared))
-        return scores["val_loss_nats"]
+            progress = functools.partial(self._go_on, "HellaSwag")
+            scores = hellaswag_scores(self.model, self.questions, **shared, progress=progress)
+            self.journal.hellaswag(step, scores)
+        return val_loss
 
     @torch.no_grad()
     def sample(self, step: int) -> None:
@@ -306,7 +340,8 @@ class Trainer:
         tokens = torch.tensor([[DOCUMENT_MARK]], device=self.world.device)
         # growing lengths would compile again and again
         with torch.compiler.set_stance("force_eager"):
-            for _ in range(self.machine["sample_tokens"]):
+            for number in range(self.machine["sample_tokens"]):
+                self._go_on("sample", number, self.machine["sample_tokens"])
                 logits = self.model(tokens[:, -self.recipe["sequence_length"] :])[0, -1]  # (V,)
                 probabilities = torch.softmax(logits.double().cpu(), dim=0)
                 following = torch.multinomial(probabilities, 1, generator=generator)
@@ -319,8 +354,9 @@ class Trainer:
         return self.wall_seconds_before + time.monotonic() - self.started
 
     def save(self, step: int) -> None:
-        """Write the checkpoint after `step` updates, then remove what need not be kept."""
+        """Copy the state after `step` updates; it is written while training goes on."""
         start = time.monotonic()
+        self.wait_for_save()
         self.journal.say(f"Writing checkpoint at step {step}")
         state = {
             "run": self.settings["run"],
@@ -332,11 +368,33 @@ class Trainer:
             "world_size": self.world.size,
             "micro_batch": self.micro_batch,
         }
-        checkpoint.save_checkpoint(self.folder, step, self.model, self.optimizer, state, self.world)
-        self.journal.record("checkpoint", step, seconds=time.monotonic() - start)
-        if self.world.is_main:
-            keep, keep_every = self.machine["keep_checkpoints"], self.machine["keep_every_steps"]
-            checkpoint.rotate(self.folder, keep, keep_every, set(self.machine["export_steps"]))
+        self.saver.start(step, state)
+        self.seconds_waited = time.monotonic() - start
+
+    def wait_for_save(self) -> None:
+        """Return when no checkpoint is being written.
+
+        Raises:
+            OSError: the last one could not be written.
+        """
+        self.saver.wait(self.heartbeat.beat)
+        self._note_saved()
+
+    def _note_saved(self) -> None:
+        finished = self.saver.finished()
+        if finished is not None:
+            step, seconds = finished
+            waited = self.seconds_waited
+            self.journal.record("checkpoint", step, seconds=seconds, training_waited_seconds=waited)
+            self.journal.say(
+                f"checkpoint of step {step} is complete: {seconds:.1f} s, "
+                f"of which training waited {waited:.1f} s"
+            )
+
+    def _rotate(self) -> None:
+        """Remove checkpoints that need not be kept."""
+        keep, keep_every = self.machine["keep_checkpoints"], self.machine["keep_every_steps"]
+        checkpoint.rotate(self.folder, keep, keep_every, set(self.machine["export_steps"]))
 
     # ---- the loop -----------------------------------------------------------------------
 
@@ -356,6 +414,14 @@ class Trainer:
         if len(self._queued) > 2:
             self._queued.popleft().synchronize()
 
+    def _go_on(self, what: str = "", done: int = 0, total: int = 0) -> None:
+        """Between two pieces of work: say that all is well, and leave if a signal came."""
+        self.heartbeat.beat()
+        if self.stop_flag.is_up():
+            raise Interrupted
+        if what:
+            self.journal.progress(what, done, total)
+
     def run(self) -> float:
         """Train to the last step.
 
@@ -365,8 +431,16 @@ class Trainer:
         Raises:
             SystemExit: a signal came; the last whole step is saved.
         """
-        self.stop_flag.watch()
+        try:
+            self.stop_flag.watch(lambda: self.steps_done > self.first_step)
+            return self._run()
+        except Interrupted:
+            self.stop()
+            raise SystemExit(STOPPED) from None
+
+    def _run(self) -> float:
         self.announce()
+        self.saver.prepare()
         val_loss = math.nan
         for step in range(self.first_step, self.max_steps + 1):
             if self._due(step, self.machine["val_every_steps"]):
@@ -376,18 +450,22 @@ class Trainer:
             if step == self.max_steps:
                 break
             self.journal.step(self.train_step(step))
+            self._note_saved()
             if self._saves_at(step + 1):
                 self.save(step + 1)
+        self.wait_for_save()
         return val_loss
 
-    def stop(self, step: int) -> None:
-        """Save the last whole step and leave."""
-        reshard(self.model)
-        self.save(step)
+    def stop(self) -> None:
+        """Save the last whole step, if there is one that is not saved yet."""
+        step = self.steps_done
+        if step > self.first_step:
+            reshard(self.model)
+            self.save(step)
+        self.wait_for_save()
         self.journal.record("stop", step, signal=self.stop_flag.signal)
         self.journal.say(f"stopped at step {step}; the same command goes on from here")
         self.journal.close()
-        raise SystemExit(STOPPED)
 
     def finish(self, done: Path, val_loss: float) -> None:
         """Write the file that marks the run as complete; last of all."""
@@ -403,30 +481,8 @@ class Trainer:
             "fingerprint": self.settings["fingerprint"],
             "data_fingerprint": self.manifest.fingerprint,
             "checkpoint": str(folder.relative_to(self.folder)),
-            "files": checkpoint.describe_files(folder, self.folder),
+            "files": checkpoint.describe_files(folder, self.folder, self.heartbeat.beat),
             "val_loss_nats": val_loss,
             "wall_seconds": self.wall_seconds(),
         }
         write_json(done, content)
-
-
-def train(manifest: Path, questions: Path | None, folder: Path, done: Path) -> None:
-    """Train the run whose frozen `settings.json` lies in `folder`, in this process.
-
-    Raises:
-        ValueError: bad data, damaged checkpoint, or numbers that are not finite.
-        OSError: the disk is full.
-        SystemExit: stopped by a signal; everything is saved.
-    """
-    world = start_world()
-    try:
-        settings = read_json(folder / "settings.json")
-        trainer = Trainer(settings, load_manifest(manifest), questions, folder, world)
-        with attention_kernels(world.device):
-            val_loss = trainer.run()
-        if world.is_main:
-            trainer.finish(done, val_loss)
-        trainer.journal.close()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()

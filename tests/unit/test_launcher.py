@@ -1,0 +1,292 @@
+"""What a run's launcher does when processes die, hang, or are told to stop."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from stand_ins import losses, make_dataset, make_settings, train_command, train_here
+
+from miniseries import microbatch
+from miniseries.checkpoint import checkpoint_folder, load_model_weights, saved_steps
+from miniseries.metrics import read_json, read_metrics
+from miniseries.supervisor import STOPPED, Ears, supervise
+
+FAULTY = Path(__file__).parents[1] / "faulty_train_run.py"
+LEAVES_WITHIN = 25.0  # seconds after a signal, at any moment
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def unbroken(manifest, tmp_path_factory):
+    """Losses of a run of 12 steps on two processes from beginning to end."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    result = train_here(make_settings(folder / "in.json", gpus=2), manifest, folder)
+    assert result.returncode == 0, result.stderr
+    return losses(folder)
+
+
+def start(settings, manifest, folder, fault="", **environment):
+    """Start a run with a fault; its output goes to `said.txt`."""
+    command = train_command(settings, manifest, folder)
+    command[1] = str(FAULTY)
+    environment = {key: str(value) for key, value in environment.items()}
+    with (folder / "said.txt").open("w") as said:
+        return subprocess.Popen(
+            command, stdout=said, stderr=said, env={**os.environ, "FAULT": fault, **environment}
+        )
+
+
+def said(folder):
+    return (folder / "said.txt").read_text()
+
+
+def wait_until(condition, process, seconds=300):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def steps_done(folder):
+    return len(read_metrics(folder / "metrics.jsonl").get("train", []))
+
+
+def workers(process):
+    """The processes of the run, by their rank."""
+    children = psutil.Process(process.pid).children()
+    return sorted(children, key=lambda child: int(child.environ()["RANK"]))
+
+
+def assert_none_is_left(folder):
+    listing = subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True)
+    assert listing.stdout == ""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_process_is_started_again_and_loses_nothing(unbroken, manifest, tmp_path, rank):
+    process = start(make_settings(tmp_path / "in.json", gpus=2), manifest, tmp_path)
+    wait_until(lambda: steps_done(tmp_path) >= 6, process)
+    workers(process)[rank].kill()
+    assert process.wait(timeout=300) == 0, said(tmp_path)
+    assert f"process {rank} was killed by SIGKILL; starting again from step 4" in said(tmp_path)
+    assert losses(tmp_path) == unbroken
+    (restart,) = read_metrics(tmp_path / "metrics.jsonl")["restart"]
+    assert restart["step"] == 4
+
+
+def test_a_hung_process_is_asked_where_it_is_killed_and_started_again(unbroken, manifest, tmp_path):
+    settings = make_settings(tmp_path / "in.json", gpus=2, stall_seconds=20)
+    process = start(settings, manifest, tmp_path)
+    wait_until(lambda: steps_done(tmp_path) >= 6, process)
+    workers(process)[1].suspend()
+    assert process.wait(timeout=300) == 0, said(tmp_path)
+    text = said(tmp_path)
+    assert re.search(r"no sign of life from process .*1; starting again from step 4", text), text
+    assert "in train_step" in text, "the stack of the process that waits"
+    assert losses(tmp_path) == unbroken
+    assert_none_is_left(tmp_path)
+
+
+def test_out_of_memory_starts_the_run_again_with_less_at_a_time_for_good(
+    unbroken, manifest, tmp_path
+):
+    settings = make_settings(tmp_path / "in.json", gpus=2, micro_batch=4)
+    process = start(settings, manifest, tmp_path, "out of memory")
+    assert process.wait(timeout=300) == 0, said(tmp_path)
+    text = said(tmp_path)
+    assert "out of memory with micro_batch 4, now 2; starting again from step 4" in text, text
+    assert "micro_batch 2: out of memory with 4" in text
+    assert "the checkpoint was made with micro_batch 4, now it is 2: the same batches" in text
+    for ours, expected in zip(losses(tmp_path), unbroken, strict=True):
+        assert ours[:2] == pytest.approx(expected[:2], rel=1e-5)
+    starts = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    assert [r["micro_batch"] for r in starts if r["kind"] == "start"] == [4, 2]
+    assert microbatch.choose(tmp_path, read_json(settings), 2, "cpu")[0] == 2, "a later start"
+
+
+def test_auto_tries_the_powers_of_two_that_divide_a_process_s_share(tmp_path):
+    assert microbatch.powers_of_two(48) == [16, 8, 4, 2, 1]
+    recipe = {"total_batch_tokens": 6144, "sequence_length": 32}
+    settings = {"recipe": recipe, "machine": {"micro_batch": "auto", "compile": True}}
+    with pytest.raises(ValueError, match="`auto` is tried by"):
+        microbatch.choose(tmp_path, settings, 4, "GPU A")
+    microbatch.remember(tmp_path, settings, 4, "GPU A", 16, "the largest that fits")
+    assert microbatch.choose(tmp_path, settings, 4, "GPU A") == (16, "the largest that fits")
+    assert microbatch.remembered(tmp_path, settings, 2, "GPU A") is None, "other memory"
+    assert microbatch.remembered(tmp_path, settings, 4, "GPU B") is None
+    assert microbatch.choose(tmp_path, settings, 4, "cpu") == (microbatch.ON_CPU, None)
+    steps = []
+    while steps[-1:] != [1]:
+        steps.append(microbatch.lower(tmp_path, settings, 4, "GPU A")[1])
+    assert steps == [8, 4, 2, 1]
+    with pytest.raises(ValueError, match="does not hold a single sequence"):
+        microbatch.lower(tmp_path, settings, 4, "GPU A")
+
+
+def test_what_a_process_takes_at_once_divides_its_share():
+    assert [microbatch.largest_divisor(wanted, 12) for wanted in (1, 5, 8, 100)] == [1, 4, 6, 12]
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        ("slow compile", signal.SIGTERM),
+        ("slow evaluation", signal.SIGINT),
+        ("slow save", signal.SIGTERM),
+        ("slow save", signal.SIGINT),
+        ("slow save", signal.SIGHUP),
+    ],
+)
+def test_a_signal_at_any_moment_ends_the_run_in_time(manifest, tmp_path, moment, number):
+    wait = {"slow compile": 60, "slow evaluation": 1, "slow save": 1}[moment]
+    word = {"slow compile": "compiling", "slow evaluation": "evaluating", "slow save": "syncing"}
+    every = 3 if moment == "slow evaluation" else 0
+    settings = make_settings(tmp_path / "in.json", gpus=2, val_every_steps=every)
+    process = start(settings, manifest, tmp_path, moment, FAULT_SECONDS=wait)
+    wait_until(lambda: word[moment] in said(tmp_path), process)
+    process.send_signal(number)
+    began = time.monotonic()
+    assert process.wait(timeout=60) == STOPPED, said(tmp_path)
+    assert time.monotonic() - began < LEAVES_WITHIN
+    assert "Traceback" not in said(tmp_path), said(tmp_path)
+    assert f"stopped at step {steps_done(tmp_path)};" in said(tmp_path)
+    assert saved_steps(tmp_path)[-1:] == ([steps_done(tmp_path)] if steps_done(tmp_path) else [])
+    assert_none_is_left(tmp_path)
+
+
+def test_a_save_that_cannot_end_in_time_is_given_up_and_not_torn(manifest, tmp_path):
+    settings = make_settings(tmp_path / "in.json", max_steps=100)
+    process = start(settings, manifest, tmp_path)
+    wait_until(lambda: steps_done(tmp_path) >= 6, process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == STOPPED
+    (kept, *_), newest = saved_steps(tmp_path), saved_steps(tmp_path)[-1]
+    assert kept == 4
+    process = start(settings, manifest, tmp_path, "slow save", FAULT_SECONDS=60)
+    wait_until(lambda: "syncing" in said(tmp_path), process)
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert process.wait(timeout=60) == STOPPED
+    assert time.monotonic() - began < LEAVES_WITHIN
+    assert f"saving took too long and was ended; step {newest} is kept" in said(tmp_path)
+    assert saved_steps(tmp_path)[-1] == newest
+    assert_none_is_left(tmp_path)
+
+
+def batches(file):
+    """Hashes of the rows of each global batch in their order; of a repeated step the last time."""
+    steps = {}
+    for line in file.read_text().splitlines():
+        part = json.loads(line)
+        steps.setdefault(part["step"], {})[part["micro_step"], part["rank"]] = part["rows"]
+    return {
+        step: [row for key in sorted(parts) for row in parts[key]] for step, parts in steps.items()
+    }
+
+
+def uninterrupted(manifest, folder, **changes):
+    """Folder of a run that noted its batches, from beginning to end."""
+    folder.mkdir()
+    settings = make_settings(folder / "in.json", **changes)
+    process = start(settings, manifest, folder, BATCHES=folder / "batches")
+    assert process.wait(timeout=300) == 0, said(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_stops_at_random_steps_by_each_signal_change_no_batch_and_no_bit(manifest, tmp_path, gpus):
+    changes = {"gpus": gpus, "max_steps": 60, "checkpoint_every_steps": 10, "micro_batch": 2}
+    expected = uninterrupted(manifest, tmp_path / "expected", **changes)
+    folder = tmp_path / "stopped"
+    folder.mkdir()
+    settings = make_settings(folder / "in.json", **changes)
+    random = np.random.RandomState(gpus)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL):
+        process = start(settings, manifest, folder, BATCHES=folder / "batches")
+        target = steps_done(folder) + random.randint(2, 12)
+        wait_until(lambda target=target: steps_done(folder) >= target, process)
+        process.send_signal(number)
+        assert process.wait(timeout=60) in (STOPPED, -signal.SIGKILL), said(folder)
+    assert start(settings, manifest, folder, BATCHES=folder / "batches").wait(timeout=300) == 0
+    assert batches(folder / "batches") == batches(expected / "batches")
+    assert losses(folder) == losses(expected)
+    ours, theirs = (load_model_weights(checkpoint_folder(f, 60)) for f in (folder, expected))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.slow
+def test_twenty_kills_during_saves_never_leave_a_torn_checkpoint(manifest, tmp_path):
+    """R09, on one process and on two in turns."""
+    changes = {"max_steps": 10000, "checkpoint_every_steps": 2, "keep_checkpoints": 3}
+    random = np.random.RandomState(0)
+    newest = 0
+    for attempt in range(20):
+        settings = make_settings(tmp_path / "in.json", gpus=1 + attempt % 2, **changes)
+        process = start(settings, manifest, tmp_path, "slow save", FAULT_SECONDS=0.2)
+        wait_until(lambda: "complete" in said(tmp_path), process)
+        time.sleep(random.random() * 1.5)  # a save takes a second, and the next one follows
+        ranks = workers(process)
+        for each in [process, *ranks]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.wait()
+        psutil.wait_procs(ranks, timeout=10)
+        if attempt:
+            assert f"resuming at step {newest} of" in said(tmp_path), said(tmp_path)
+        assert "put aside" not in said(tmp_path)
+        assert saved_steps(tmp_path)[-1] > newest
+        newest = saved_steps(tmp_path)[-1]
+    settings = make_settings(tmp_path / "in.json", **changes)
+    process = start(settings, manifest, tmp_path)
+    wait_until(lambda: "resuming" in said(tmp_path), process)
+    assert not list(tmp_path.glob("checkpoints/*.tmp")), "what a kill left is cleared away"
+    process.kill()
+
+
+@pytest.mark.slow
+def test_a_save_slower_than_collectives_may_be_keeps_nobody_waiting_in_one(manifest, tmp_path):
+    """R31: in the middle of a run and at its end."""
+    settings = make_settings(tmp_path / "in.json", gpus=2, checkpoint_every_steps=6)
+    limits = {"FAULT_SECONDS": 10, "COLLECTIVE_SECONDS": 20}
+    process = start(settings, manifest, tmp_path, "slow save", **limits)
+    assert process.wait(timeout=300) == 0, said(tmp_path)
+    records = read_metrics(tmp_path / "metrics.jsonl")["checkpoint"]
+    assert [r["step"] for r in records] == [6, 12]
+    assert all(r["seconds"] > 25 for r in records)
+    assert records[0]["training_waited_seconds"] < 5, "training goes on meanwhile"
+    assert "imeout" not in said(tmp_path) and "Traceback" not in said(tmp_path), said(tmp_path)
+    assert (tmp_path / "done.json").exists()
+
+
+def test_processes_that_die_again_and_again_are_given_up(tmp_path):
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+    with Ears() as ears:
+        outcome = supervise([sys.executable, "-c", program], 2, 60, ears)
+    assert -signal.SIGSEGV in outcome.codes
+    assert re.search(r"process [01] was killed by SIGSEGV", outcome.reason())
+
+
+def test_ctrl_c_while_modules_load_is_no_traceback(manifest, tmp_path):
+    command = train_command(make_settings(tmp_path / "in.json"), manifest, tmp_path)
+    for delay in (0.1, 0.4, 0.8, 1.5, 2.5):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        text = process.communicate(timeout=30)[0].decode()
+        assert process.returncode != 0 and "Traceback" not in text, text
+    assert_none_is_left(tmp_path)
