@@ -333,7 +333,7 @@ def test_processes_that_cannot_share_a_batch_equally_are_refused(manifest, tmp_p
     result = train_here(settings, manifest, tmp_path)
     assert result.returncode == 1
     assert "which 3 processes cannot share equally; set machine.gpus" in result.stderr
-    assert result.stderr.splitlines()[-1].startswith("error: total_batch_tokens"), result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
 
 
 def test_a_damaged_shard_ends_the_run_before_its_first_step(manifest, tmp_path):
