@@ -2,12 +2,14 @@
 
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
-from stand_ins import make_dataset, make_settings
+from stand_ins import PROJECT, make_dataset, make_settings
 
 from miniseries import bench, rungs
 from miniseries.bench import MEASURES, Job, made_up_questions, measure, not_measurable
@@ -41,6 +43,13 @@ def job(manifest, world, tmp_path):
 def last_loss(job, **row):
     job = replace(job, row=job.row | row)
     return MEASURES[job.row["measure"]](job)["loss_nats"]
+
+
+def test_what_the_trainer_does_not_load_is_no_part_of_the_start():
+    code = "import sys, miniseries.bench; print('transformers' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    folder = PROJECT / "workflow/scripts"
+    assert subprocess.check_output(command, cwd=folder, text=True).strip() == "False"
 
 
 def test_plain_attention_is_attention():

@@ -22,7 +22,6 @@ from miniseries.rungs import RungTrainer, missing, missing_for_precision, precis
 from miniseries.scoring import TOKEN_MEAN, Candidate, Question, hellaswag_scores
 from miniseries.shards import VOCAB_SIZE, Manifest, load_manifest
 from miniseries.trainer import Trainer, attention_kernels, source_commit
-from miniseries.yardstick import Yardstick
 
 GIBIBYTE = 1 << 30
 UNTIMED_STEPS = 2  # the first compiles, the second still warms up
@@ -137,6 +136,8 @@ def make_trainer(job: Job, folder: Path) -> Trainer:
     if job.row["measure"] == "rung":
         return RungTrainer(LADDER[job.row["rung"]], *arguments)
     if job.row["measure"] == "huggingface":
+        from miniseries.yardstick import Yardstick  # loads transformers, which training does not
+
         return Yardstick(*arguments)
     return Trainer(*arguments)
 
