@@ -64,7 +64,9 @@ def interpreter(wildcards, output):
 def micro_batch(wildcards, output):
     """Sequences at once for the evaluation of a model: those of its training."""
     found = RUNS[run_of(wildcards.model)]["machine"]["micro_batch"]
-    return 8 if found == "auto" else found  # without gradients that fits wherever training does
+    return (
+        8 if found == "auto" else found
+    )  # without gradients that fits wherever training does
 
 
 def run_of(model):
