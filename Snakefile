@@ -120,6 +120,19 @@ for name, runs in TARGETS.items():
         input:
             evaluations(runs),
 
+    for kind in ("harness", "leaderboard"):
+
+        rule:
+            """Score each export with lm-evaluation-harness on its list of tasks."""
+            name:
+                f"{kind}_{name}"
+            input:
+                expand(
+                    "results/evaluate/{model}/{kind}.json",
+                    model=models_of(runs),
+                    kind=kind,
+                ),
+
     rule:
         """Let each export continue the prompts of `samples:`."""
         name:

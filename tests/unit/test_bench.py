@@ -13,11 +13,11 @@ from stand_ins import PROJECT, make_dataset, make_settings
 
 from miniseries import bench, rungs
 from miniseries.bench import MEASURES, Job, made_up_questions, measure, not_measurable
+from miniseries.choices import LLMC
 from miniseries.distributed import start_world
 from miniseries.formulas import attention
 from miniseries.rows import LADDER
 from miniseries.rungs import plain_attention
-from miniseries.scoring import TOKEN_MEAN
 from miniseries.shards import load_manifest
 from miniseries.trainer import Trainer
 
@@ -91,7 +91,7 @@ def test_hellaswag_is_scored_as_in_training(job):
 def test_made_up_questions_are_the_same_each_time_and_need_192_positions():
     questions = made_up_questions(500)
     assert questions == made_up_questions(500)
-    lengths = [len(c.tokens) for q in questions for c in q.candidates[TOKEN_MEAN]]
+    lengths = [len(c.tokens) for q in questions for c in q.candidates[LLMC]]
     assert 128 < max(lengths) - 1 <= 192
     assert 70 < sum(lengths) / len(lengths) < 110
 

@@ -17,13 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from miniseries import export
 from miniseries.encode import gpt2_encoding
-from miniseries.evaluation import score_export
 from miniseries.export import export_llmc, export_model
 from miniseries.huggingface import load_export
 from miniseries.llmc import read_model
 from miniseries.model import GPT, GPTConfig
-from miniseries.scoring import encode_questions, hellaswag_scores, validation_loss
-from miniseries.shards import build_manifest, describe_shard, load_manifest, write_shard
+from miniseries.shards import build_manifest, describe_shard, write_shard
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -105,6 +103,26 @@ def offline(monkeypatch):
 
     monkeypatch.setattr("socket.socket.connect", refuse)
     monkeypatch.setattr("socket.getaddrinfo", refuse)
+
+
+def make_data(folder):
+    """A manifest with 20 validation windows, and 5 questions."""
+    entries = []
+    for split, name in (("val", "made_val_000000.bin"), ("train", "made_train_000001.bin")):
+        write_shard(folder / name, windows(30).numpy())
+        entries.append(describe_shard(folder / name, split))
+    content = build_manifest(folder, "made", entries, source={}, val_tokens=640)
+    (folder / "manifest.json").write_text(json.dumps(content))
+    item = {"activity_label": "Cats", "ctx_a": "The cat", "ctx_b": "then", "ctx": "The cat then"}
+    endings = [["sat.", "ran off to the wall.", "is a bird of prey.", "met."]] * 5
+    lines = [json.dumps({**item, "label": i % 4, "endings": e}) for i, e in enumerate(endings)]
+    (folder / "hellaswag.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path):
+    return make_data(tmp_path)
 
 
 def windows(count, seed=0):
@@ -331,69 +349,7 @@ def test_a_folder_without_weights_or_without_anything_is_refused(tmp_path, expor
         load_export(tmp_path / "nothing")
 
 
-# ---- scores -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def data(tmp_path):
-    """A manifest with 20 validation windows, and 5 questions."""
-    entries = []
-    for split, name in (("val", "made_val_000000.bin"), ("train", "made_train_000001.bin")):
-        write_shard(tmp_path / name, windows(30).numpy())
-        entries.append(describe_shard(tmp_path / name, split))
-    content = build_manifest(tmp_path, "made", entries, source={}, val_tokens=640)
-    (tmp_path / "manifest.json").write_text(json.dumps(content))
-    item = {"activity_label": "Cats", "ctx_a": "The cat", "ctx_b": "then", "ctx": "The cat then"}
-    endings = [["sat.", "ran off to the wall.", "is a bird of prey.", "met."]] * 5
-    lines = [json.dumps({**item, "label": i % 4, "endings": e}) for i, e in enumerate(endings)]
-    (tmp_path / "hellaswag.jsonl").write_text("\n".join(lines) + "\n")
-    return tmp_path
-
-
-def score(data, folder, **options):
-    outputs = data / "scores" / "val_loss.json", data / "scores" / "hellaswag.json"
-    inputs = data / "manifest.json", data / "hellaswag.jsonl"
-    score_export(folder, *inputs, 4, *outputs, **options)
-    return [json.loads(path.read_text()) for path in outputs]
-
-
-def test_scores_after_training_are_those_of_the_training_loop(data, exported, model):
-    val_loss, hellaswag = score(data, exported, device="cpu")
-    device = torch.device("cpu")
-    manifest = load_manifest(data / "manifest.json")
-    inside = validation_loss(model, manifest, micro_batch=7, device=device)
-    assert val_loss["val_loss_nats"] == pytest.approx(inside["val_loss_nats"], abs=1e-6)
-    assert val_loss["perplexity"] == pytest.approx(np.exp(inside["val_loss_nats"]), rel=1e-5)
-    identity = {key: val_loss[key] for key in ("model", "run", "step", "dataset", "dtype")}
-    assert identity == {
-        "model": "small", "run": "small", "step": 10, "dataset": "made", "dtype": "float32"
-    }  # fmt: skip
-    assert val_loss["num_tokens"] == 640
-    questions = encode_questions(data / "hellaswag.jsonl", gpt2_encoding(), ["harness"])
-    found = hellaswag_scores(model, questions, "harness", micro_batch=2, device=device)
-    assert hellaswag["num_items"] == 5
-    for key in ("acc", "acc_norm", "acc_stderr", "acc_norm_stderr"):
-        assert hellaswag["harness"][key] == found[key]
-        assert key in hellaswag["token_mean"]
-    assert hellaswag["weights_sha256"] == val_loss["weights_sha256"]
-
-
-def test_a_bf16_export_scores_nearly_as_the_fp32_one(data, tmp_path, run, exported):
-    export_model(run / "done.json", tmp_path / "small-bf16", "bfloat16")
-    precise, rounded = score(data, exported)[0], score(data, tmp_path / "small-bf16")[0]
-    assert rounded["dtype"] == "bfloat16"
-    assert rounded["val_loss_nats"] == pytest.approx(precise["val_loss_nats"], abs=0.02)
-    assert rounded["val_loss_nats"] != precise["val_loss_nats"]
-
-
-def test_spoilt_weights_get_no_score(data, tmp_path):
-    broken = trained_model()
-    with torch.no_grad():
-        broken.ln_f.weight[0] = float("nan")
-    export_model(make_run(tmp_path / "run", broken) / "done.json", tmp_path / "out")
-    with pytest.raises(ValueError, match="its validation loss is nan; the weights are spoilt"):
-        score(data, tmp_path / "out")
-    assert not (data / "scores").exists()
+# ---- the commands --------------------------------------------------------------------------
 
 
 def command(script, *arguments):
@@ -414,6 +370,7 @@ def test_the_commands_export_and_score(data, run):
     )
     assert (done.returncode, done.stderr) == (0, "")
     outputs = ["--val-loss", data / "v.json", "--hellaswag", data / "h.json"]
+    outputs += ["--items", data / "i.jsonl"]
     inputs = ["--manifest", data / "manifest.json", "--questions", data / "hellaswag.jsonl"]
     done = command("score_model.py", "--export", folder, *inputs, "--micro-batch", 4, *outputs)
     assert (done.returncode, done.stderr) == (0, "")

@@ -154,7 +154,7 @@ def test_the_first_step_past_gpt2_is_the_first_evaluation_below_its_loss():
     records += [val_record(750, 2.9), score_record(250, 0.48), score_record(500, 0.49)]
     run = run_of(*records, dataset="fineweb-edu", shape=SIZES["1558M"])
     loss = find_baseline("1558M", "val_loss_nats", "FineWeb-Edu")
-    score = find_baseline("1558M", "hellaswag_acc_norm_token_mean", "HellaSwag")
+    score = find_baseline("1558M", "hellaswag_llmc_acc_token_mean", "HellaSwag")
     assert (first_step_past(run, loss, "val"), first_step_past(run, score, "hellaswag")) == (
         500,
     ) * 2
@@ -163,7 +163,7 @@ def test_the_first_step_past_gpt2_is_the_first_evaluation_below_its_loss():
 def test_no_crossing_is_claimed_on_other_text_or_other_questions():
     run = run_of(val_record(50, 2.0), score_record(50, 0.9, num_items=200))
     loss = find_baseline(run.size, "val_loss_nats", run.data_set)
-    score = find_baseline(run.size, "hellaswag_acc_norm_token_mean", run.questions)
+    score = find_baseline(run.size, "hellaswag_llmc_acc_token_mean", run.questions)
     assert first_step_past(run, loss, "val") is None
     assert first_step_past(run, score, "hellaswag") is None
 

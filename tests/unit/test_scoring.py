@@ -12,15 +12,20 @@ import torch
 import torch.nn.functional as F
 
 from miniseries import scoring
+from miniseries.choices import (
+    Candidate,
+    Question,
+    clean_text,
+    encode_mmlu,
+    encode_questions,
+    question_set,
+    right_answers,
+)
 from miniseries.distributed import shard_model, start_world
 from miniseries.encode import gpt2_encoding
 from miniseries.model import GPT, GPTConfig, init_weights
 from miniseries.scoring import (
-    Candidate,
-    Question,
-    clean_text,
-    encode_questions,
-    hellaswag_scores,
+    choice_scores,
     validation_loss,
     validation_windows,
 )
@@ -200,7 +205,7 @@ def test_llm_c_takes_context_and_ending_as_they_are(tmp_path):
     encoding = gpt2_encoding()
     item = {**ITEM, "ctx": "[header] How to. [title] Do it", "endings": ["a b [step]", *"xyz"]}
     question = encode_questions(write_questions(tmp_path / "q.jsonl", [item]), encoding)[0]
-    first = question.candidates["token_mean"][0]
+    first = question.candidates["llmc"][0]
     assert question.label == 3
     assert encoding.decode(first.tokens) == "[header] How to. [title] Do it a b [step]"
     assert first.tokens[-first.num_ending :] == encoding.encode_ordinary(" a b [step]")
@@ -238,7 +243,7 @@ def test_clean_text_follows_the_harness():
 
 def test_an_empty_context_starts_at_the_document_mark(tmp_path):
     path = write_questions(tmp_path / "q.jsonl", [{**ITEM, "ctx": ""}])
-    first = encode_questions(path, gpt2_encoding())[0].candidates["token_mean"][0]
+    first = encode_questions(path, gpt2_encoding())[0].candidates["llmc"][0]
     assert first.tokens[0] == 50256
     assert first.num_ending == len(first.tokens) - 1
 
@@ -266,44 +271,87 @@ def test_a_file_without_questions_is_refused(tmp_path):
         encode_questions(write_questions(tmp_path / "q.jsonl", []), gpt2_encoding())
 
 
+def test_the_number_of_questions_says_whose_they_are():
+    assert question_set(10042) == "HellaSwag"
+    assert question_set(200) == question_set(None) == "made-up questions"
+
+
+def mmlu_line(**changes):
+    content = {"question": "Two plus two?", "choices": ["1", "2", "3", 4], "answer": 3}
+    return json.dumps(content | {"subject": "sums"} | changes)
+
+
+def test_mmlu_is_asked_as_llm_c_asks_it(tmp_path):
+    (tmp_path / "mmlu.jsonl").write_text(mmlu_line() + "\n" + mmlu_line(answer=0) + "\n")
+    encoding = gpt2_encoding()
+    first, second = encode_mmlu(tmp_path / "mmlu.jsonl", encoding)
+    assert (first.label, second.label) == (3, 0)
+    last = first.candidates["mmlu"][3]
+    assert encoding.decode(last.tokens) == "Question: Two plus two?\n\nAnswer: 4"
+    assert encoding.decode(last.tokens[-last.num_ending :]) == " 4"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (mmlu_line(choices=["1"]), "line 2 needs 4 choices and an answer from 0 to 3"),
+        (mmlu_line(answer=4), "line 2 needs 4 choices"),
+        ("{}", "line 2 is no question of MMLU"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_a_bad_line_of_mmlu_is_named(tmp_path, line, message):
+    (tmp_path / "mmlu.jsonl").write_text(mmlu_line() + "\n" + line + "\n")
+    with pytest.raises(ValueError, match=f"mmlu.jsonl: {message}"):
+        encode_mmlu(tmp_path / "mmlu.jsonl", gpt2_encoding())
+
+
 # ---- HellaSwag: scores --------------------------------------------------------------------
 
 
-def made_question(label, endings, characters=(1, 1, 1, 1), rule="token_mean"):
+def made_question(label, endings, characters=(1, 1, 1, 1), prompt="llmc"):
     """A question with a context of one token; endings are given as the ids of their tokens."""
     candidates = [
         Candidate([7, *ids], len(ids), count)
         for ids, count in zip(endings, characters, strict=True)
     ]
-    return Question(label, {rule: candidates})
+    return Question(label, {prompt: candidates})
+
+
+def choices(scores, divisor=None):
+    """The candidate with the smallest loss of each item."""
+    items = scores["items"]
+    losses = [np.array(i["nats"]) / (np.array(i[divisor]) if divisor else 1) for i in items]
+    return [int(four.argmin()) for four in losses]
 
 
 def test_sum_and_mean_over_tokens_choose_differently():
     # losses in thousandths; sums 30, 25, 40, 41: second; means 30, 25, 20, 20.5: third
     endings = [[30], [25], [10, 30], [11, 30]]
     questions = [made_question(2, endings), made_question(1, endings), made_question(2, endings)]
-    scores = hellaswag_scores(
-        TargetModel(), questions, micro_batch=2, device=CPU, with_predictions=True
-    )
-    assert scores["predictions"] == [2, 2, 2]
+    scores = choice_scores(TargetModel(), questions, micro_batch=2, device=CPU, with_items=True)
+    assert choices(scores, "num_tokens") == [2, 2, 2]
     assert (scores["num_items"], scores["num_correct"], scores["num_truncated"]) == (3, 2, 0)
     assert scores["acc"] == pytest.approx(1 / 3)
-    assert scores["acc_norm"] == pytest.approx(2 / 3)
-    assert scores["acc_norm_stderr"] == pytest.approx(math.sqrt(2 / 3 * 1 / 3 / 2))
+    assert scores["acc_token_mean"] == pytest.approx(2 / 3)
+    assert scores["acc_token_mean_stderr"] == pytest.approx(math.sqrt(2 / 3 * 1 / 3 / 2))
 
 
 def test_the_harness_divides_by_characters():
-    question = made_question(3, [[30], [25], [40], [44]], (1, 1, 2, 3), rule="harness")
-    scores = hellaswag_scores(
-        TargetModel(), [question], "harness", micro_batch=8, device=CPU, with_predictions=True
+    question = made_question(3, [[30], [25], [40], [44]], (1, 1, 2, 3), prompt="harness")
+    scores = choice_scores(
+        TargetModel(), [question], "harness", micro_batch=8, device=CPU, with_items=True
     )
-    assert scores["predictions"] == [3]
-    assert (scores["acc"], scores["acc_norm"], scores["acc_stderr"]) == (0.0, 1.0, None)
+    assert choices(scores, "num_characters") == [3]
+    assert choices(scores) == [1]
+    assert (scores["acc"], scores["acc_characters"], scores["acc_stderr"]) == (0.0, 1.0, None)
+    assert right_answers(scores["items"], "acc_characters").tolist() == [True]
+    assert right_answers(scores["items"], "acc").tolist() == [False]
 
 
 def test_among_equal_candidates_the_first_wins():
     question = made_question(1, [[9, 9], [5], [5], [5, 5]])
-    scores = hellaswag_scores(TargetModel(), [question], micro_batch=3, device=CPU)
+    scores = choice_scores(TargetModel(), [question], micro_batch=3, device=CPU)
     assert scores["num_correct"] == 1
 
 
@@ -313,21 +361,29 @@ def test_a_context_that_does_not_fit_loses_its_start_and_is_counted():
     longer_ending = Candidate([5] * (3 * T), 3 * T - 1, 1)
     model = TargetModel()
     questions = [
-        Question(0, {"token_mean": [fits, fits, longer_ending, fits]}),
-        Question(1, {"token_mean": [long, fits, long, long]}),
-        Question(0, {"token_mean": [fits] * 4}),
+        Question(0, {"llmc": [fits, fits, longer_ending, fits]}),
+        Question(1, {"llmc": [long, fits, long, long]}),
+        Question(0, {"llmc": [fits] * 4}),
     ]
-    scores = hellaswag_scores(model, questions, micro_batch=4, device=CPU, with_predictions=True)
+    scores = choice_scores(model, questions, micro_batch=4, device=CPU, with_items=True)
     assert scores["num_truncated"] == 2
-    assert scores["predictions"] == [0, 0, 0]  # an ending cut to T tokens has the mean of those
+    assert choices(scores, "num_tokens") == [
+        0,
+        0,
+        0,
+    ]  # an ending cut to T tokens has the mean of those
     assert set(model.shapes) == {(4, T)}
 
 
-def test_short_rows_share_a_shorter_shape_and_the_memory_of_long_ones():
+def test_short_rows_share_shorter_shapes_and_the_memory_of_long_ones():
     model = TargetModel(length=1024)
     endings = [[1] * 70, [2], [3], [4]]
-    hellaswag_scores(model, [made_question(0, endings)] * 9, micro_batch=2, device=CPU)
-    assert set(model.shapes) == {(16, 128)}
+    choice_scores(model, [made_question(0, endings)] * 9, micro_batch=2, device=CPU)
+    assert set(model.shapes) == {(32, 64), (16, 128)}
+    model.shapes.clear()
+    endings = [[1] * n for n in (64, 65, 128, 129)]
+    choice_scores(model, [made_question(0, endings)], micro_batch=1, device=CPU)
+    assert model.shapes == [(16, 64), (8, 128), (5, 192)], "no longer than the longest row"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -338,19 +394,17 @@ def test_every_split_of_the_questions_gives_the_same_scores(monkeypatch, world_s
         made_question(i % 4, [generator.randint(0, 900, n).tolist() for n in (1, 2, 4, 5)])
         for i in range(10)
     ]
-    alone = hellaswag_scores(
-        TargetModel(), questions, micro_batch=3, device=CPU, with_predictions=True
-    )
+    alone = choice_scores(TargetModel(), questions, micro_batch=3, device=CPU, with_items=True)
     models = [TargetModel() for _ in range(world_size)]
     together = simulated_ranks(
-        lambda rank, size: hellaswag_scores(
+        lambda rank, size: choice_scores(
             models[rank],
             questions,
             micro_batch=micro_batch,
             device=CPU,
             rank=rank,
             world_size=size,
-            with_predictions=True,
+            with_items=True,
         ),
         world_size,
         monkeypatch,
@@ -359,27 +413,25 @@ def test_every_split_of_the_questions_gives_the_same_scores(monkeypatch, world_s
     assert {tuple(model.shapes) for model in models} == {tuple(models[0].shapes)}
 
 
-@pytest.mark.parametrize("rule", ["token_mean", "harness"])
-def test_padded_batches_agree_with_one_plain_pass_for_each_candidate(tmp_path, rule):
+@pytest.mark.parametrize("prompt", ["llmc", "harness"])
+def test_padded_batches_agree_with_one_plain_pass_for_each_candidate(tmp_path, prompt):
     model = tiny_model()
     path = write_questions(tmp_path / "q.jsonl", made_items(6))
-    questions = encode_questions(path, gpt2_encoding(), [rule])
-    scores = hellaswag_scores(
-        model, questions, rule, micro_batch=5, device=CPU, with_predictions=True
-    )
+    questions = encode_questions(path, gpt2_encoding(), [prompt])
+    scores = choice_scores(model, questions, prompt, micro_batch=5, device=CPU, with_items=True)
     predictions, num_truncated = [], 0
     for question in questions:
         losses = []
-        num_truncated += any(len(c.tokens) > T + 1 for c in question.candidates[rule])
-        for candidate in question.candidates[rule]:
+        num_truncated += any(len(c.tokens) > T + 1 for c in question.candidates[prompt])
+        for candidate in question.candidates[prompt]:
             ids = torch.tensor(candidate.tokens[-(T + 1) :])
             with torch.no_grad():
                 log_probabilities = model(ids[None, :-1])[0].double().log_softmax(dim=1)
             each = log_probabilities[torch.arange(len(ids) - 1), ids[1:]][-candidate.num_ending :]
-            divisor = len(each) if rule == "token_mean" else candidate.num_characters
+            divisor = len(each) if prompt == "llmc" else candidate.num_characters
             losses.append(-each.sum().item() / divisor)
         predictions.append(losses.index(min(losses)))
-    assert scores["predictions"] == predictions
+    assert choices(scores, "num_tokens" if prompt == "llmc" else "num_characters") == predictions
     assert scores["num_truncated"] == num_truncated
     assert len(set(predictions)) > 1
 
@@ -400,7 +452,7 @@ def score_in_a_group(rank, port, world_size, folder, questions, results):
     shared = {"device": world.device, "rank": rank, "world_size": world_size}
     loss = validation_loss(model, manifest, micro_batch=2, **shared)
     items = encode_questions(questions, gpt2_encoding())
-    scores = hellaswag_scores(model, items, micro_batch=3, with_predictions=True, **shared)
+    scores = choice_scores(model, items, micro_batch=3, with_items=True, **shared)
     # the optimizer holds these very tensors: scoring must leave the sharded ones in place
     assert {id(p) for p in model.parameters()} == names
     (results / f"{rank}.json").write_text(json.dumps([loss, scores]))
@@ -423,7 +475,7 @@ def test_two_processes_with_a_sharded_model_agree_with_one(tmp_path, free_port):
     manifest = make_manifest(tmp_path, random_shards())
     loss = validation_loss(tiny_model(), manifest, micro_batch=5, device=CPU)
     items = encode_questions(questions, gpt2_encoding())
-    scores = hellaswag_scores(tiny_model(), items, micro_batch=4, device=CPU, with_predictions=True)
+    scores = choice_scores(tiny_model(), items, micro_batch=4, device=CPU, with_items=True)
     assert first[0]["val_loss_nats"] == pytest.approx(loss["val_loss_nats"], abs=1e-6)
     assert first[0]["num_tokens"] == loss["num_tokens"]
     assert first[1] == scores

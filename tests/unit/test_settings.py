@@ -11,6 +11,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from miniseries.settings import (
+    LATER_KEYS,
     MACHINE_KEYS,
     RECIPE_KEYS,
     check_frozen,
@@ -18,6 +19,7 @@ from miniseries.settings import (
     recipe_fingerprint,
     resolve_runs,
     run_leaves,
+    start_file,
     validate_config,
 )
 
@@ -28,6 +30,7 @@ CONFIG = yaml.safe_load((ROOT / "config/config.yaml").read_text())
 # Each key is a promise to users: adding, renaming, or dropping one is a decision, made here too.
 FROZEN_RUN_KEYS = [
     "dataset",
+    "init_from",
     "num_layers",
     "num_heads",
     "channels",
@@ -188,7 +191,8 @@ def test_124m_finds_all_its_tokens_in_its_dataset():
 def test_settings_have_the_agreed_form():
     settings = resolve(CONFIG).runs["tiny"]
     assert settings.keys() == {"run", "recipe", "fingerprint", "machine"}
-    assert list(settings["recipe"]) == [*RECIPE_KEYS, "data"]
+    always = [key for key in RECIPE_KEYS if key not in LATER_KEYS]
+    assert list(settings["recipe"]) == [*always, "data"]
     assert list(settings["machine"]) == list(MACHINE_KEYS)
     assert settings["fingerprint"] == recipe_fingerprint(settings["recipe"])
     assert settings["recipe"]["data"]["source"] == "builtin"
@@ -300,6 +304,19 @@ def test_extends_takes_over_what_is_not_stated(config):
             {"x": {"num_layers": 1}},
             "runs.x: dataset, num_heads, channels, max_steps, learning_rate",
         ),
+        (
+            {"x": {"extends": "tiny", "init_from": "tny@5"}},
+            "runs.x.init_from: 'tny@5' is no run of this configuration (a path starts with / or ., "
+            "a name of the Hugging Face hub is owner/name); did you mean tiny?",
+        ),
+        ({"x": {"extends": "tiny", "init_from": "tiny@last"}}, "'tiny@last' is no run"),
+        (
+            {
+                "x": {"extends": "tiny", "init_from": "y"},
+                "y": {"extends": "tiny", "init_from": "x@50"},
+            },
+            "runs.x.init_from: a circle, x -> y -> x",
+        ),
         ({"miniseries": {"extends": "tiny"}}, "runs.miniseries: the name is taken"),
         ({"x.speed": {"extends": "tiny"}}, "runs.x.speed: the name is taken"),
     ],
@@ -307,6 +324,34 @@ def test_extends_takes_over_what_is_not_stated(config):
 def test_runs_that_do_not_fit_the_others_are_refused(config, entries, message):
     config["runs"] |= entries
     assert message in refusal(config)
+
+
+@pytest.mark.parametrize(
+    ("init_from", "file"),
+    [
+        ("", ""),
+        ("openai-community/gpt2", "results/weights/openai-community--gpt2/config.json"),
+        ("me/gpt2@v1", "results/weights/me--gpt2@v1/config.json"),
+        ("./gpt2", "gpt2/config.json"),
+        ("/data/log/model_00000010.bin", "/data/log/model_00000010.bin"),
+        ("tiny", "results/train/tiny/done.json"),
+        ("tiny@50", "results/train/tiny/saved/50.json"),
+    ],
+)
+def test_each_kind_of_start_has_one_file_that_stands_for_it(config, init_from, file):
+    config["runs"]["x"] = {"extends": "tiny", "init_from": init_from}
+    recipe = resolve(config).runs["x"]["recipe"]
+    assert recipe.get("init_from", "") == init_from
+    assert start_file(init_from) == file
+
+
+def test_the_baselines_have_the_shapes_of_the_four_sizes_and_train_no_step():
+    runs = resolve(CONFIG).runs
+    for size in ("124m", "350m", "774m", "1558m"):
+        ours, theirs = runs[size]["recipe"], runs[f"gpt2-{size}-baseline"]["recipe"]
+        for key in ("num_layers", "num_heads", "channels", "sequence_length", "precision"):
+            assert ours[key] == theirs[key]
+        assert theirs["max_steps"] == 0 and theirs["init_from"].startswith("openai-community/gpt2")
 
 
 @pytest.mark.parametrize(

@@ -43,28 +43,30 @@ def score(step, num_correct, num_items=10042):
 DONE = {"kind": "done", "step": 2, "wall_seconds": 9.0}
 
 
-def table_of(results, *runs):
-    write_summary(results, list(runs), results / "summary.tsv")
+def table_of(results):
+    outputs = [results / name for name in ("summary.tsv", "summary.json", "baselines.tsv", "x.md")]
+    write_summary(results, *outputs)
     return pd.read_csv(results / "summary.tsv", sep="\t", dtype=str, keep_default_na=False)
 
 
 def test_a_finished_run_has_its_figures_in_one_row(tmp_path):
     records = [train(0, 7.2, 90.0, 40.0, 6.0), train(1, 3.6, 110.0, 50.0, 4.0), DONE]
     make_run(tmp_path, "a", [*records, val(0, 11.0), val(1, 3.2), val(2, 3.0), score(2, 3000)])
-    row = table_of(tmp_path, "a").loc[0]
+    row = table_of(tmp_path).loc[0]
     assert (row["run"], row["status"], row["data_set"]) == ("a", "finished", "FineWeb-Edu")
     assert (row["step"], row["max_steps"], row["tokens_seen"]) == ("2", "2", "2000")
-    assert (row["parameters"], row["tokens_per_step"]) == ("124439808", "1000")
+    assert (row["num_parameters"], row["tokens_per_step"]) == ("124439808", "1000")
     assert (row["tokens_per_second"], row["mfu_percent"]) == ("100.0", "45.0")
     assert row["train_hours"] == "0.003"  # 10.8 s
     assert (row["val_loss_nats"], row["perplexity"]) == ("3.0", "20.085537")  # e^3
     assert row["val_loss_from"] == "training"
-    assert (row["hellaswag_acc_norm_token_mean"], row["hellaswag_num_items"]) == (
+    assert (row["hellaswag_llmc_acc_token_mean"], row["hellaswag_num_items"]) == (
         "0.298745",
         "10042",
     )
     # sqrt(0.298745 * 0.701255 / 10041)
-    assert row["hellaswag_acc_norm_token_mean_stderr"] == "0.004568"
+    assert row["hellaswag_llmc_acc_token_mean_stderr"] == "0.004568"
+    assert (row["questions"], row["num_parameters_padded"]) == ("HellaSwag", "124475904")
     assert (row["gpt2_val_loss_nats"], row["gpt2_val_loss_data_set"]) == ("3.2924", "FineWeb-Edu")
     assert row["first_step_below_gpt2_val_loss"] == "1"
     assert row["first_step_above_gpt2_hellaswag"] == "2"  # 3000 right answers against 2957
@@ -75,38 +77,124 @@ def test_scores_of_the_export_come_before_those_of_training(tmp_path):
     losses = {"val_loss_nats": 3.25, "val_loss_stderr": 0.002, "weights_sha256": "ab12"}
     write(tmp_path / "evaluate/a/val_loss.json", losses)
     rules = {
-        "token_mean": {"acc": 0.27, "acc_norm": 0.29, "acc_stderr": 0.1, "acc_norm_stderr": 0.0045},
-        "harness": {"acc": 0.28, "acc_norm": 0.31},
+        "llmc": {"acc": 0.27, "acc_token_mean": 0.29, "acc_token_mean_stderr": 0.0045},
+        "harness": {"acc": 0.28, "acc_characters": 0.31},
     }
     write(tmp_path / "evaluate/a/hellaswag.json", {"num_items": 10042, **rules})
-    row = table_of(tmp_path, "a").loc[0]
-    assert (row["val_loss_nats"], row["val_loss_stderr"]) == ("3.25", "0.002")
+    row = table_of(tmp_path).loc[0]
+    assert (row["val_loss_nats"], row["val_loss_stderr_nats"]) == ("3.25", "0.002")
     assert (row["val_loss_from"], row["weights_sha256"]) == ("export", "ab12")
-    assert row["hellaswag_acc_norm_token_mean"] == "0.29"
-    assert row["hellaswag_acc_norm_token_mean_stderr"] == "0.0045"
-    assert (row["hellaswag_acc_harness"], row["hellaswag_acc_norm_harness"]) == ("0.28", "0.31")
+    assert row["hellaswag_llmc_acc_token_mean"] == "0.29"
+    assert row["hellaswag_llmc_acc_token_mean_stderr"] == "0.0045"
+    assert (row["hellaswag_harness_acc"], row["hellaswag_harness_acc_characters"]) == (
+        "0.28",
+        "0.31",
+    )
 
 
 def test_what_is_not_known_is_an_empty_cell(tmp_path):
     make_run(tmp_path, "young", [train(0)])
-    table = table_of(tmp_path, "young", "absent")
-    young, absent = table.loc[0], table.loc[1]
+    make_run(tmp_path, "absent", [])
+    absent, young = table_of(tmp_path).loc[0], table_of(tmp_path).loc[1]
     assert (young["status"], young["step"], young["tokens_seen"]) == ("running", "1", "1000")
     unknown = ["val_loss_nats", "perplexity", "mfu_percent", "weights_sha256"]
-    unknown += ["hellaswag_acc_harness", "first_step_below_gpt2_val_loss"]
+    unknown += ["hellaswag_harness_acc", "first_step_below_gpt2_val_loss", "mmlu_acc"]
     assert [young[key] for key in unknown] == [""] * len(unknown)
-    assert (absent["status"], absent["max_steps"], absent["train_loss_nats"]) == (
-        "not started",
-        "",
-        "",
-    )
+    assert (absent["status"], absent["train_loss_nats"]) == ("not started", "")
 
 
 def test_counts_stay_whole_numbers_beside_empty_cells(tmp_path):
     make_run(tmp_path, "a", [train(1), val(2, 3.0)])
-    table = table_of(tmp_path, "a", "absent")
+    make_run(tmp_path, "b", [])
+    table = table_of(tmp_path)
     assert table["tokens_seen"].tolist() == ["2000", ""]
     assert table["first_step_below_gpt2_val_loss"].tolist() == ["2", ""]
+    rows = json.loads((tmp_path / "summary.json").read_text())
+    assert [row["tokens_seen"] for row in rows] == [2000, None]
+    assert [row["run"] for row in rows] == ["a", "b"]
+
+
+def test_each_evaluated_step_has_a_row_as_the_run_was_then(tmp_path):
+    make_run(
+        tmp_path, "a", [train(0, loss=6.0), val(1, 5.0), train(1, loss=4.0), val(2, 3.0), DONE]
+    )
+    write(tmp_path / "evaluate/a@1/val_loss.json", {"val_loss_nats": 5.01, "bits_per_byte": 1.5})
+    write(tmp_path / "evaluate/a/val_loss.json", {"val_loss_nats": 3.01})
+    early, late = (row for _, row in table_of(tmp_path).iterrows())
+    assert (early["run"], early["model"], early["step"]) == ("a", "a@1", "1")
+    assert (early["tokens_seen"], early["train_loss_nats"]) == ("1000", "6.0")
+    assert (early["val_loss_nats"], early["bits_per_byte"]) == ("5.01", "1.5")
+    assert (late["model"], late["step"], late["val_loss_nats"]) == ("a", "2", "3.01")
+
+
+def items_of(path, answers):
+    """A log of items in which these are answered right; the first candidate is the true one."""
+    lines = []
+    for right in answers:
+        nats = [1.0, 2.0, 3.0, 4.0] if right else [2.0, 1.0, 3.0, 4.0]
+        entry = {"label": 0, "nats": nats, "num_tokens": [1] * 4, "num_characters": [1] * 4}
+        lines.append(json.dumps({"llmc": entry}) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(lines))
+
+
+def test_a_run_is_compared_with_our_own_measurement_of_gpt_2_item_by_item(tmp_path):
+    make_run(tmp_path, "ours", [train(0), val(2, 3.0), DONE])
+    make_run(tmp_path, "gpt2", [val(0, 3.3), {"kind": "done", "step": 0}], max_steps=0)
+    settings = json.loads((tmp_path / "settings/gpt2.json").read_text())
+    settings["recipe"]["init_from"] = "openai-community/gpt2"
+    write(tmp_path / "settings/gpt2.json", settings)
+    write(tmp_path / "evaluate/gpt2/val_loss.json", {"val_loss_nats": 3.29})
+    # ten items that only ours has right, two that only the other has, and some that both have
+    items_of(tmp_path / "evaluate/ours/hellaswag_items.jsonl", [1] * 10 + [0] * 2 + [1] * 8)
+    items_of(tmp_path / "evaluate/gpt2/hellaswag_items.jsonl", [0] * 10 + [1] * 2 + [1] * 8)
+    gpt2, ours = (row for _, row in table_of(tmp_path).iterrows())
+    assert (ours["baseline_run"], gpt2["baseline_run"]) == ("gpt2", "")
+    assert ours["val_loss_minus_baseline_nats"] == "-0.29"
+    # two-sided: 2 * (1 + 12 + 66) / 2^12
+    assert float(ours["paired_p_value_against_baseline"]) == pytest.approx(158 / 4096)
+    rows = pd.read_csv(tmp_path / "baselines.tsv", sep="\t", keep_default_na=False)
+    line = rows[(rows["published"] == 3.2924)].iloc[0]
+    assert (float(line["measured_here"]), line["run"]) == (3.29, "gpt2")
+    assert (rows["source"] != "").all() and len(rows) > 25
+    assert rows[rows["model"] == "GPT-3 125M"].iloc[0]["run"] == ""
+
+
+def test_a_published_share_is_compared_by_its_count(tmp_path):
+    make_run(tmp_path, "a", [train(0), score(2, 3100)])
+    make_run(tmp_path, "b", [train(0), score(2, 2960)])
+    make_run(tmp_path, "c", [train(0), score(2, 60, num_items=200)])
+    clear, same, other = table_of(tmp_path)["p_value_against_published_gpt2"]
+    # shares 0.30870 and 0.29446 of 10,042: z = 2.197
+    assert float(clear) == pytest.approx(0.028, abs=5e-4)
+    assert float(same) > 0.9 and other == ""
+
+
+def test_the_cross_over_is_stated_with_what_it_does_not_say(tmp_path):
+    records = [train(0), val(1000, 3.5), val(2000, 3.2), score(1000, 2000), score(2000, 3000)]
+    make_run(tmp_path, "a", records, max_steps=3000)
+    make_run(tmp_path, "b", [train(0), val(2000, 3.2)], dataset="mine")
+    table_of(tmp_path)
+    text = (tmp_path / "x.md").read_text()
+    loss = "first below GPT-2 124M (3.2924 nats on FineWeb-Edu) at step 2,000, 2,000,000 tokens."
+    assert f"- validation loss: {loss}" in text
+    assert "- HellaSwag: first above GPT-2 124M (29.4 % on HellaSwag) at step 2,000" in text
+    assert "- HellaSwag: not above GPT-3 125M (33.7 % on HellaSwag) in 2,000 steps." in text
+    assert "since this run was measured on mine" in text
+    assert "WebText, which was never published" in text and "other languages, code" in text
+
+
+def test_tasks_measured_on_the_export_have_columns_with_their_names(tmp_path):
+    make_run(tmp_path, "a", [train(0)])
+    write(tmp_path / "evaluate/a/mmlu.json", {"num_items": 14042, "acc_token_mean": 0.27})
+    write(tmp_path / "evaluate/a/wikitext.json", {"data": "w.txt", "word_perplexity": 40.0})
+    scores = {"shots": 10, "num_items": 5, "acc_norm": 0.5, "data": "hub"}
+    board = {"leaderboard_mean": 0.3, "tasks": {"hellaswag": scores}}
+    write(tmp_path / "evaluate/a/leaderboard.json", board)
+    row = table_of(tmp_path).loc[0]
+    assert (row["mmlu_acc_token_mean"], row["mmlu_num_items"]) == ("0.27", "14042")
+    assert (row["wikitext_data"], row["wikitext_word_perplexity"]) == ("w.txt", "40.0")
+    assert (row["leaderboard_mean"], row["lm_eval_hellaswag_10_shots_acc_norm"]) == ("0.3", "0.5")
 
 
 def test_half_written_files_and_losses_that_are_not_finite_are_empty_cells(tmp_path):
@@ -115,15 +203,15 @@ def test_half_written_files_and_losses_that_are_not_finite_are_empty_cells(tmp_p
         log.write('{"kind": "val", "st')
     (tmp_path / "evaluate/a").mkdir(parents=True)
     (tmp_path / "evaluate/a/val_loss.json").write_text('{"val_loss_na')
-    row = table_of(tmp_path, "a").loc[0]
+    row = table_of(tmp_path).loc[0]
     assert (row["train_loss_nats"], row["val_loss_nats"], row["perplexity"]) == ("", "", "")
 
 
 def test_the_settings_that_the_run_was_started_with_count(tmp_path):
     make_run(tmp_path, "a", [train(0), DONE], max_steps=7)
-    assert table_of(tmp_path, "a").loc[0, "status"] == "running"
+    assert table_of(tmp_path).loc[0, "status"] == "running"
     write(tmp_path / "train/a/settings.json", {"recipe": {"max_steps": 2}})
-    assert table_of(tmp_path, "a").loc[0, ["status", "max_steps"]].tolist() == ["finished", "2"]
+    assert table_of(tmp_path).loc[0, ["status", "max_steps"]].tolist() == ["finished", "2"]
 
 
 def test_no_runs_give_the_header_alone(tmp_path):
@@ -131,9 +219,23 @@ def test_no_runs_give_the_header_alone(tmp_path):
     assert len(table) == 0 and table.columns[0] == "run"
 
 
-def test_the_script_writes_the_table(tmp_path):
+def test_the_script_writes_the_tables(tmp_path):
     make_run(tmp_path, "a", [train(0)])
-    line = [sys.executable, SCRIPTS / "write_summary.py", "--results", tmp_path, "--runs", "a"]
-    subprocess.run([*line, "--output", tmp_path / "t.tsv", "--smoothing", "0.9"], check=True)
-    table = pd.read_csv(tmp_path / "t.tsv", sep="\t")
+    line = [sys.executable, SCRIPTS / "write_summary.py", "--results", tmp_path]
+    for name in ("table", "json", "baselines", "crossovers"):
+        line += [f"--{name}", tmp_path / name]
+    subprocess.run([*line, "--smoothing", "0.9"], check=True)
+    table = pd.read_csv(tmp_path / "table", sep="\t")
     assert table.loc[0, "train_loss_nats"] == pytest.approx(4.0)
+    assert json.loads((tmp_path / "json").read_text())[0]["run"] == "a"
+
+
+def test_pages_show_markdown_and_tables_as_html(tmp_path):
+    (tmp_path / "a.md").write_text("# Texts\n\n> **Once**\n\n```text\n<b>*raw*\n```\n")
+    (tmp_path / "b.tsv").write_text("model\tvalue\nGPT-2\t3.2\n")
+    line = [sys.executable, SCRIPTS / "render_page.py", "--title", "t", "--output", tmp_path / "p"]
+    subprocess.run([*line, "--files", tmp_path / "a.md", tmp_path / "b.tsv"], check=True)
+    page = (tmp_path / "p").read_text()
+    assert "<h1>Texts</h1>" in page and "<strong>Once</strong>" in page
+    assert "&lt;b&gt;*raw*" in page and "<b>" not in page
+    assert "<tr><td>GPT-2</td><td>3.2</td></tr>" in page

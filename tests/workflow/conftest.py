@@ -55,11 +55,15 @@ if name == "fetch_shard":
 if name == "export_model":
     for file in ("model.safetensors", "config.json", "export.json"):
         write(Path(options["--folder"][0]) / file)
+if name == "fetch_weights":
+    for file in ("config.json", "model.safetensors"):
+        write(Path(options["--folder"][0]) / file)
 if name == "export_llmc":
     for file in ("model", "model_bf16", "gpt2_tokenizer", "debug_state"):
         write(Path(options["--folder"][0]) / f"{file}.bin")
 content = json.dumps({"files": ["first", "second"]} if name == "list_files" else {})
-for key in ("--output", "--speed", "--done", "--val-loss", "--hellaswag"):
+OUTPUTS = "--output --speed --done --val-loss --hellaswag --items --table --json --baselines"
+for key in [*OUTPUTS.split(), "--crossovers"]:
     for path in options.get(key, []):
         write(path, content)
 """

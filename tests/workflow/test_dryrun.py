@@ -29,6 +29,10 @@ HUB = {"fetch_questions": 1, "list_shards": 1, "write_settings": 1, "train": 1}
         ("compare", {"write_comparison": 1}),
         ("train_124m", HUB | {"fetch_shard": 101}),
         ("evaluate_gpt3-125m", HUB | SCORES | {"fetch_shard": 1002}),
+        (
+            "evaluate_gpt2-1558m-baseline",
+            HUB | SCORES | {"fetch_shard": 2, "fetch_weights": 1},
+        ),
         ("data_fineweb-edu-100b-first100", {"fetch_shard": 101, "list_shards": 1}),
     ],
 )
@@ -81,7 +85,7 @@ def test_real_plots_between_two_runs_change_nothing(finished_project):
 def test_report_is_made_of_a_finished_project(finished_project):
     finished_project.succeed("--report", "results/report.html")
     text = (finished_project.folder / "results/report.html").read_text()
-    for name in ("plots/tiny.png", "pages/summary.html", "pages/scores/tiny.html"):
+    for name in ("plots/tiny.png", "pages/summary.html", "pages/tiny.scores.html"):
         assert name in text
 
 

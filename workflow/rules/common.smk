@@ -15,6 +15,7 @@ from miniseries.settings import (
     check_frozen,
     is_kept,
     resolve_runs,
+    start_file,
     suggest,
     validate_config,
 )
@@ -44,6 +45,18 @@ LOCAL_TEXT = datasets_from("builtin", "builtin-large", "files")
 OWN_SHARDS = datasets_from("shards")
 HUB_SHARDS = datasets_from("hub-shards")
 HUB_TEXT = datasets_from("hub-text")
+
+
+STARTS = [run["recipe"].get("init_from", "") for run in RUNS.values()]
+# Further tasks to score models on, those that have data.
+TASK_DATA = {task: file for task, file in config["evaluation"]["data"].items() if file}
+HARNESS = config["evaluation"]["harness"]
+# Weights of the Hugging Face hub that runs start from, by the folder that they are kept in.
+FROM_HUB = {
+    Path(start_file(start)).parent.name: start
+    for start in STARTS
+    if start_file(start).startswith("results/weights/")
+}
 
 
 def any_of(names):
@@ -155,6 +168,22 @@ def until_done(path):
     return file
 
 
+def start_of_run(wildcards):
+    """Input function: where the run's first weights come from; nothing if they are random."""
+    init_from = RUNS[wildcards.run]["recipe"].get("init_from", "")
+    start = start_file(init_from)
+    if run_of(init_from) in RUNS:
+        start = marker_of(init_from)
+    if not start:
+        return []
+    return ancient(start) if is_done(wildcards.run) else start
+
+
+def start_option(wildcards, input, output):
+    """The trainer's option for `start_of_run`."""
+    return ["--init-from", input.start] if input.start else []
+
+
 def settings_of_run(wildcards):
     """Settings of the run as JSON; of a complete run those that it was trained with."""
     written = Path(f"results/settings/{wildcards.run}.json")
@@ -175,11 +204,16 @@ def models_of(runs):
 
 
 def marker_of_model(wildcards):
+    """Input function: see `marker_of`."""
+    return marker_of(wildcards.model)
+
+
+def marker_of(model):
     """The file that says that the checkpoint behind a model is complete.
 
     A step that training is going to delete again, or will never reach, is refused beforehand.
     """
-    run, _, step = wildcards.model.partition("@")
+    run, _, step = model.partition("@")
     folder = Path(f"results/train/{run}")
     marker = folder / f"saved/{step}.json" if step else folder / "done.json"
     can_wait = marker.exists() or (folder / "done.json").exists()
@@ -200,15 +234,20 @@ def evaluations(runs):
     return expand(
         "results/evaluate/{model}/{score}.json",
         model=models_of(runs),
-        score=["val_loss", "hellaswag"],
+        score=["val_loss", "hellaswag", *TASK_DATA],
     )
+
+
+def task_data_option(wildcards, output):
+    """Option for lm-eval's data on this machine."""
+    return ["--task-data", HARNESS["task_data"]] if HARNESS["task_data"] else []
 
 
 def pages(runs, kinds):
     """Pages of the report on these runs and their models."""
-    found = expand("results/pages/settings/{run}.html", run=runs)
+    found = expand("results/pages/{run}.settings.html", run=runs)
     return found + expand(
-        "results/pages/{kind}/{model}.html", kind=kinds, model=models_of(runs)
+        "results/pages/{model}.{kind}.html", kind=kinds, model=models_of(runs)
     )
 
 
@@ -231,6 +270,12 @@ def log_path(run):
 def logged(runs):
     """Those of the runs that have a log."""
     return [run for run in runs if Path(log_path(run)).exists()]
+
+
+def logged_anywhere():
+    """All runs that have a log, also those that the configuration no longer has."""
+    logs = Path("results/train").glob("*/metrics.jsonl")
+    return sorted(log.parent.name for log in logs)
 
 
 def figures_of_run(run):
@@ -309,7 +354,15 @@ def measured_speeds(wildcards):
 
 def refuse_target(wildcards):
     """Raise an error that names the targets near the unknown one."""
-    stages = ("train", "export", "llmc", "evaluate", "samples")
+    stages = (
+        "train",
+        "export",
+        "llmc",
+        "evaluate",
+        "harness",
+        "leaderboard",
+        "samples",
+    )
     known = [f"{stage}_{name}" for stage in stages for name in TARGETS]
     known += [f"{stage}_{name}" for stage in ("data", "verify") for name in DATASETS]
     known += [

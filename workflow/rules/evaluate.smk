@@ -4,7 +4,9 @@ REQUIRED INPUTS:
     results/export/{model}/model.safetensors                 export.smk
     results/data/{dataset}/manifest.json, hellaswag.jsonl    data.smk
 OUTPUTS:
-    results/evaluate/{model}/val_loss.json, hellaswag.json
+    results/evaluate/{model}/val_loss.json, hellaswag.json, hellaswag_items.jsonl
+    results/evaluate/{model}/mmlu.json, wikitext.json    where the configuration names their data
+    results/evaluate/{model}/harness.json, leaderboard.json    lm-eval's, on demand
     results/samples/{model}.md
 """
 
@@ -18,6 +20,7 @@ checkpoint score:
     output:
         val_loss="results/evaluate/{model}/val_loss.json",
         hellaswag="results/evaluate/{model}/hellaswag.json",
+        answers="results/evaluate/{model}/hellaswag_items.jsonl",
     log:
         "results/logs/score/{model}.log",
     benchmark:
@@ -39,7 +42,41 @@ checkpoint score:
             --questions {input.questions:q} \
             --micro-batch {params.micro_batch:q} \
             --val-loss {output.val_loss:q} \
-            --hellaswag {output.hellaswag:q} >{log:q} 2>&1
+            --hellaswag {output.hellaswag:q} \
+            --items {output.answers:q} >{log:q} 2>&1
+        """
+
+
+rule score_task:
+    """Measure one export on MMLU or WikiText, whose data `evaluation:` names."""
+    input:
+        weights="results/export/{model}/model.safetensors",
+        data=lambda wildcards: TASK_DATA[wildcards.task],
+    output:
+        scores="results/evaluate/{model}/{task}.json",
+    log:
+        "results/logs/score_task/{model}-{task}.log",
+    benchmark:
+        "results/benchmarks/score_task/{model}-{task}.tsv"
+    wildcard_constraints:
+        task=any_of(TASK_DATA),
+    conda:
+        "../envs/miniseries.yaml"
+    threads: 64
+    resources:
+        gpu_slot=1,
+    params:
+        python=interpreter,
+        folder=subpath(input.weights, parent=True),
+        micro_batch=micro_batch,
+    shell:
+        r"""
+        {params.python:q} workflow/scripts/score_task.py \
+            --export {params.folder:q} \
+            --task {wildcards.task:q} \
+            --data {input.data:q} \
+            --micro-batch {params.micro_batch:q} \
+            --output {output.scores:q} >{log:q} 2>&1
         """
 
 
@@ -79,3 +116,54 @@ rule write_samples:
             --seed {params.seed:q} \
             --output {output.samples:q} >{log:q} 2>&1
         """
+
+
+rule harness:
+    """Score one export with lm-evaluation-harness on the tasks of `evaluation: harness:`."""
+    input:
+        weights="results/export/{model}/model.safetensors",
+        questions=lambda wildcards: questions_path(run_of(wildcards.model)),
+    output:
+        scores="results/evaluate/{model}/harness.json",
+        answers="results/evaluate/{model}/harness_items.jsonl",
+    log:
+        "results/logs/harness/{model}.log",
+    benchmark:
+        "results/benchmarks/harness/{model}.tsv"
+    conda:
+        "../envs/miniseries.yaml"
+    threads: 64
+    resources:
+        gpu_slot=1,
+    params:
+        python=interpreter,
+        folder=subpath(input.weights, parent=True),
+        tasks=HARNESS["tasks"],
+        task_data=task_data_option,
+        batch_size=micro_batch,
+    shell:
+        r"""
+        {params.python:q} workflow/scripts/run_harness.py \
+            --export {params.folder:q} \
+            --tasks {params.tasks:q} \
+            --questions {input.questions:q} {params.task_data:q} \
+            --batch-size {params.batch_size:q} \
+            --output {output.scores:q} \
+            --items {output.answers:q} >{log:q} 2>&1
+        """
+
+
+use rule harness as leaderboard with:
+    output:
+        scores="results/evaluate/{model}/leaderboard.json",
+        answers="results/evaluate/{model}/leaderboard_items.jsonl",
+    log:
+        "results/logs/leaderboard/{model}.log",
+    benchmark:
+        "results/benchmarks/leaderboard/{model}.tsv"
+    params:
+        python=interpreter,
+        folder=subpath(input.weights, parent=True),
+        tasks=HARNESS["leaderboard"],
+        task_data=task_data_option,
+        batch_size=micro_batch,

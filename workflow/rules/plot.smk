@@ -5,7 +5,7 @@ REQUIRED INPUTS:
 OUTPUTS:
     results/plots/{run}.png, .svg, {run}.speed.png, .svg
     results/plots/miniseries.png, .svg and {sweep}.png, .svg
-    results/summary.tsv
+    results/summary.tsv, summary.json, baselines.tsv, crossovers.md
 """
 
 
@@ -105,7 +105,7 @@ rule plot_series:
 rule write_summary:
     """Write the table of all runs that have a log, with the scores measured so far."""
     input:
-        metrics=lambda wildcards: [log_path(run) for run in logged(RUNS)],
+        metrics=lambda wildcards: [log_path(run) for run in logged_anywhere()],
     output:
         table=report(
             "results/summary.tsv",
@@ -113,6 +113,9 @@ rule write_summary:
             category="Comparisons",
             labels={"figure": "table of all runs, as a file"},
         ),
+        json_table="results/summary.json",
+        baselines="results/baselines.tsv",
+        crossovers="results/crossovers.md",
     log:
         "results/logs/write_summary.log",
     conda:
@@ -120,14 +123,15 @@ rule write_summary:
     params:
         python=interpreter,
         results=subpath(output.table, parent=True),
-        runs=lambda wildcards: logged(RUNS),
         evaluated=evaluated_models,  # unused below: makes the table follow new scores
         smoothing=config["plots"]["smoothing"],
     shell:
         r"""
         {params.python:q} workflow/scripts/write_summary.py \
             --results {params.results:q} \
-            --runs {params.runs:q} \
             --smoothing {params.smoothing:q} \
-            --output {output.table:q} >{log:q} 2>&1
+            --table {output.table:q} \
+            --json {output.json_table:q} \
+            --baselines {output.baselines:q} \
+            --crossovers {output.crossovers:q} >{log:q} 2>&1
         """

@@ -2,9 +2,9 @@
 
 REQUIRED INPUTS:
     results/settings/{run}.json, results/evaluate/{model}/*.json, results/samples/{model}.md,
-    results/summary.tsv
+    results/summary.tsv, baselines.tsv, crossovers.md
 OUTPUTS:
-    results/pages/settings/{run}.html, scores/{model}.html, samples/{model}.html, summary.html
+    results/pages/{run}.settings.html, scores/{model}.html, samples/{model}.html, summary.html
 """
 
 
@@ -14,7 +14,7 @@ rule render_settings:
         files="results/settings/{run}.json",
     output:
         page=report(
-            "results/pages/settings/{run}.html",
+            "results/pages/{run}.settings.html",
             caption="../report/settings.rst",
             category="Settings",
             labels={"run": "{run}"},
@@ -44,7 +44,7 @@ use rule render_settings as render_scores with:
         ],
     output:
         page=report(
-            "results/pages/scores/{model}.html",
+            "results/pages/{model}.scores.html",
             caption="../report/scores.rst",
             category="Scores",
             labels={"model": "{model}"},
@@ -61,7 +61,7 @@ use rule render_settings as render_samples with:
         files="results/samples/{model}.md",
     output:
         page=report(
-            "results/pages/samples/{model}.html",
+            "results/pages/{model}.samples.html",
             caption="../report/samples.rst",
             category="Samples",
             labels={"model": "{model}"},
@@ -75,7 +75,11 @@ use rule render_settings as render_samples with:
 
 use rule render_settings as render_summary with:
     input:
-        files="results/summary.tsv",
+        files=[
+            "results/crossovers.md",
+            "results/summary.tsv",
+            "results/baselines.tsv",
+        ],
     output:
         page=report(
             "results/pages/summary.html",

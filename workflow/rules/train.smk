@@ -6,6 +6,7 @@ OUTPUTS:
     results/settings/{run}.json            what the configuration says of the run
     results/train/{run}/done.json          the run is complete
     results/train/{run}/saved/{step}.json  a checkpoint is complete
+    results/weights/{repository}/          a GPT-2 of the hub to start from
 Everything else in results/train/{run} (checkpoints, metrics.jsonl, logs) stays undeclared: Snakemake
 deletes what a failed or repeated job declares.
 """
@@ -40,6 +41,7 @@ checkpoint train:
         settings=until_done(lambda wildcards: f"results/settings/{wildcards.run}.json"),
         manifest=until_done(manifest_of_run),
         questions=until_done(lambda wildcards: questions_path(wildcards.run)),
+        start=start_of_run,
     output:
         done="results/train/{run}/done.json",
     # What the launcher says on standard error. The trainer itself writes to the terminal and
@@ -55,12 +57,13 @@ checkpoint train:
     params:
         python=interpreter,
         folder=subpath(output.done, parent=True),
+        start=start_option,
     shell:
         r"""
         {params.python:q} workflow/scripts/train_run.py \
             --settings {input.settings:q} \
             --manifest {input.manifest:q} \
-            --questions {input.questions:q} \
+            --questions {input.questions:q} {params.start:q} \
             --folder {params.folder:q} \
             --done {output.done:q} 2> >(tee -i {log:q} >&2)
         """
@@ -91,4 +94,31 @@ rule find_checkpoint:
             --run {wildcards.run:q} \
             --step {wildcards.step:q} \
             --marker {output.marker:q} >{log:q} 2>&1
+        """
+
+
+rule fetch_weights:
+    """Download a GPT-2 of the Hugging Face hub that a run starts from."""
+    output:
+        config="results/weights/{repository}/config.json",
+        weights="results/weights/{repository}/model.safetensors",
+    log:
+        "results/logs/fetch_weights/{repository}.log",
+    wildcard_constraints:
+        repository=any_of(FROM_HUB),
+    retries: 3
+    localrule: True  # compute nodes often have no network
+    conda:
+        "../envs/miniseries.yaml"
+    resources:
+        download=1,
+    params:
+        python=interpreter,
+        name=lambda wildcards: FROM_HUB[wildcards.repository],
+        folder=subpath(output.config, parent=True),
+    shell:
+        r"""
+        {params.python:q} workflow/scripts/fetch_weights.py \
+            --name {params.name:q} \
+            --folder {params.folder:q} >{log:q} 2>&1
         """

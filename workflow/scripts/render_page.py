@@ -11,11 +11,15 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from markdown_it import MarkdownIt
+
 from miniseries.metrics import run_main, write_text
 
+MOST_COLUMNS = 12
 HEAD = """<!DOCTYPE html><meta charset="utf-8"><title>{0}</title><style>
 body {{ font-family: sans-serif; margin: 1em }} td {{ padding: 0.2em 1em; vertical-align: top }}
-tr:nth-child(odd) {{ background: #f0f0f0 }} pre {{ white-space: pre-wrap }}
+tr:nth-child(odd) {{ background: #f0f0f0 }} pre {{ white-space: pre-wrap; font-family: serif }}
+blockquote {{ border-left: 3px solid #999; margin-left: 0; padding-left: 1em }}
 </style><h1>{0}</h1>
 """
 
@@ -30,12 +34,14 @@ def flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def render(file: Path) -> str:
-    """One file as HTML; a table has one column a run, however many values there are of each."""
+    """One file as HTML; a table with very many columns is turned, so that it fits a screen."""
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".md":
-        return f"<pre>{escape(text)}</pre>\n"
+        return MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     if file.suffix == ".tsv":
-        rows = list(zip(*csv.reader(text.splitlines(), delimiter="\t"), strict=True))
+        rows = list(csv.reader(text.splitlines(), delimiter="\t"))
+        if len(rows[0]) > MOST_COLUMNS:
+            rows = list(zip(*rows, strict=True))
     else:
         rows = list(flatten(json.loads(text)))
     cells = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows)

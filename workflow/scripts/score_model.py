@@ -19,6 +19,13 @@ if __name__ == "__main__":
         "--hellaswag", dest="hellaswag_json", type=Path, required=True, help="written, JSON"
     )
     parser.add_argument(
+        "--items",
+        dest="items_jsonl",
+        type=Path,
+        required=True,
+        help="written: the loss of every candidate, JSON lines",
+    )
+    parser.add_argument(
         "--device", default="auto", help="cpu, cuda, or auto: a GPU if there is one"
     )
     run_main(score_export, **vars(parser.parse_args()))

@@ -23,6 +23,12 @@ if __name__ == "__main__":
         "--folder", type=Path, required=True, help="checkpoints and logs; resumed from"
     )
     parser.add_argument(
+        "--init-from",
+        type=Path,
+        help="weights to start from: config.json of a Hugging Face folder, model_*.bin of llm.c, "
+        "or done.json or saved/{step}.json of another run",
+    )
+    parser.add_argument(
         "--done", type=Path, required=True, help="written last, once all steps are done"
     )
     parser.add_argument("--find-micro-batch", type=int, help=argparse.SUPPRESS)  # by the launcher
@@ -35,6 +41,7 @@ if __name__ == "__main__":
     elif "RANK" in os.environ:
         from miniseries.worker import train  # loads PyTorch
 
+        del arguments["init_from"]  # the launcher noted it in settings.json
         run_main(train, **arguments)
     elif settings is None:
         parser.error("--settings is required")

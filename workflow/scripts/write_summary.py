@@ -1,6 +1,7 @@
-"""Write the table of all runs from what lies under the results folder; rule `summary` starts this.
+"""Write the table of all runs from what lies under the results folder; rule `write_summary`.
 
-Example: write_summary.py --results results --runs tiny 124m --output results/summary.tsv
+Example: write_summary.py --results results --table summary.tsv --json summary.json \\
+             --baselines baselines.tsv --crossovers crossovers.md
 Reads settings/, train/, evaluate/ and export/ of each run; what is missing is an empty cell.
 """
 
@@ -15,8 +16,16 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--results", type=Path, required=True, help="the results folder")
-    parser.add_argument("--runs", nargs="*", default=[], help="names of the runs, one row each")
-    parser.add_argument("--output", type=Path, required=True, help="tab-separated table")
+    parser.add_argument("--table", type=Path, required=True, help="written, tab-separated")
+    parser.add_argument(
+        "--json", dest="json_table", type=Path, required=True, help="written: the same as JSON"
+    )
+    parser.add_argument(
+        "--baselines", type=Path, required=True, help="written: published figures and our own"
+    )
+    parser.add_argument(
+        "--crossovers", type=Path, required=True, help="written: where runs pass GPT-2, Markdown"
+    )
     parser.add_argument(
         "--smoothing", type=float, default=0.95, help="weight of the past in the mean loss, 0 to 1"
     )

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 from miniseries.breakdown import break_down, record_trace, write_top_kernels
+from miniseries.choices import LLMC, Candidate, Question
 from miniseries.distributed import World, start_world
 from miniseries.metrics import write_json
 from miniseries.planning import counted_bytes, num_elements
 from miniseries.rows import LADDER
 from miniseries.rungs import RungTrainer, missing, missing_for_precision, precision_on
-from miniseries.scoring import TOKEN_MEAN, Candidate, Question, hellaswag_scores
+from miniseries.scoring import choice_scores
 from miniseries.shards import VOCAB_SIZE, Manifest, load_manifest
 from miniseries.trainer import Trainer, attention_kernels, source_commit
 
@@ -263,23 +264,23 @@ def made_up_questions(count: int, seed: int = 42) -> list[Question]:
             length = random.randint(*ranges[1])
             ending = random.randint(0, VOCAB_SIZE, length).tolist()
             candidates.append(Candidate(context + ending, length, 4 * length))
-        questions.append(Question(int(random.randint(4)), {TOKEN_MEAN: candidates}))
+        questions.append(Question(int(random.randint(4)), {LLMC: candidates}))
     return questions
 
 
 def measure_hellaswag(job: Job) -> dict[str, Any]:
     """Seconds to score all questions, after a call that compiles; the weights are fresh ones."""
     questions = made_up_questions(job.row["num_items"])
-    # the longest question decides the shape
-    longest = max(questions, key=lambda q: max(len(c.tokens) for c in q.candidates[TOKEN_MEAN]))
+    # the longest question decides the largest shape, and some others have all smaller ones
+    longest = max(questions, key=lambda q: max(len(c.tokens) for c in q.candidates[LLMC]))
     with tempfile.TemporaryDirectory() as folder:
         run = make_trainer(job, Path(folder))
         shared: dict[str, Any] = {"micro_batch": run.micro_batch, "device": job.world.device}
         shared |= {"rank": job.world.rank, "world_size": job.world.size}
         begun = time.time()
-        hellaswag_scores(run.model, [longest], **shared)
+        choice_scores(run.model, [longest, *questions[:100]], **shared)
         ready = time.time()
-        scores = hellaswag_scores(run.model, questions, **shared)
+        scores = choice_scores(run.model, questions, **shared)
         seconds = time.time() - ready
         run.journal.close()
     return {

@@ -15,16 +15,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from miniseries import llmc
-from miniseries.checkpoint import load_model_weights, read_marker
 from miniseries.huggingface import (
     WEIGHTS,
-    check_shapes,
     huggingface_config,
     to_huggingface,
     write_tokenizer,
 )
 from miniseries.metrics import write_json, write_text
-from miniseries.model import GPT, GPTConfig
+from miniseries.model import GPT
+from miniseries.pretrained import read_run
 from miniseries.shards import DOCUMENT_MARK, file_sha256, load_manifest, open_shard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -37,13 +36,14 @@ def model_card(info: dict[str, Any], recipe: dict[str, Any]) -> str:
     rows = "".join(
         f"| {key} | {value} |\n" for key, value in recipe.items() if not isinstance(value, dict)
     )
+    start = f"`{recipe['init_from']}`" if recipe.get("init_from") else "scratch"
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
 ---
 # {info["run"]} after {info["step"]} steps
 
-A GPT-2 with {info["num_parameters"]:,} parameters, trained from scratch on the data set
+A GPT-2 with {info["num_parameters"]:,} parameters, trained from {start} on the data set
 `{info["dataset"]}`: {info["tokens_seen"]:,} tokens read. It continues text; it follows no
 instructions, and its training text may show through.
 
@@ -98,16 +98,6 @@ def _export_info(settings: dict[str, Any], num_parameters: int, dtype: str) -> d
     }
 
 
-def _read_run(marker: Path) -> tuple[dict[str, torch.Tensor], GPTConfig, dict[str, Any]]:
-    """fp32 weights of a marker's checkpoint, their shape, and the run's settings with `step`."""
-    checkpoint, settings = read_marker(marker)
-    shape = ("num_layers", "num_heads", "channels", "sequence_length")
-    config = GPTConfig(*(settings["recipe"][key] for key in shape))
-    weights = load_model_weights(checkpoint)
-    check_shapes(weights, config, checkpoint)
-    return weights, config, settings
-
-
 def export_model(marker: Path, folder: Path, dtype: str | None = None) -> None:
     """Write one checkpoint as a Hugging Face GPT-2 folder.
 
@@ -120,7 +110,7 @@ def export_model(marker: Path, folder: Path, dtype: str | None = None) -> None:
         ValueError: the run folder or the checkpoint is damaged.
         OSError: the disk is full.
     """
-    weights, config, settings = _read_run(marker)
+    config, weights, settings = read_run(marker)
     recipe = settings["recipe"]
     dtype = dtype or EXPORT_DTYPES[recipe["precision"]]
     tensors = to_huggingface(weights, config, DTYPES[dtype])
@@ -156,7 +146,7 @@ def export_llmc(marker: Path, manifest: Path, folder: Path) -> None:
         ValueError: the run folder, the checkpoint, or the data are damaged, or too few.
         OSError: the disk is full.
     """
-    weights, config, _ = _read_run(marker)
+    config, weights, _ = read_run(marker)
     tokens, targets = _debug_batch(manifest, config.sequence_length)
     with _replaced_folder(folder) as temporary:
         llmc.write_model(temporary / "model.bin", weights, config, torch.float32)

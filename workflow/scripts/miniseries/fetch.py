@@ -122,8 +122,9 @@ def fetch_file(
     attempts: int = ATTEMPTS,
     wait_seconds: float = WAIT_SECONDS,
     num_files_left: int = 1,
+    repo_type: str = "dataset",
 ) -> tuple[Path, str]:
-    """Fetch one file of a dataset repository into `folder`, or keep it if it is already right.
+    """Fetch one file of a repository into `folder`, or keep it if it is already right.
 
     It appears under its name only when size, hash, and `check` are right.
 
@@ -133,6 +134,7 @@ def fetch_file(
         attempts: tries per request when the server or the network fails.
         wait_seconds: before the second try, then doubled; the server's own wish comes first.
         num_files_left: about as large as this one, itself among them; all must fit on the disk.
+        repo_type: "dataset" or "model".
 
     Returns its path and its commit.
 
@@ -146,10 +148,10 @@ def fetch_file(
     with FileLock(f"{private}.lock"):
         shutil.rmtree(private, ignore_errors=True)
         try:
-            remote = retried(partial(_ask, repository, filename, revision))
+            remote = retried(partial(_ask, repository, filename, revision, repo_type))
             if not target.exists() or _mismatch(target, remote):
                 check_space(Path(folder), num_files_left * (remote.num_bytes or 0), what)
-                path = _download(repository, filename, remote, private, retried)
+                path = _download(repository, filename, remote, private, retried, repo_type)
                 check(path)
                 path.replace(target)
             return target, remote.commit
@@ -157,14 +159,14 @@ def fetch_file(
             shutil.rmtree(private, ignore_errors=True)
 
 
-def _ask(repository: str, filename: str, revision: str) -> RemoteFile:
+def _ask(repository: str, filename: str, revision: str, repo_type: str) -> RemoteFile:
     """One HEAD request for commit, size, and hash."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(
         repository,
         filename,
-        repo_type="dataset",
+        repo_type=repo_type,
         revision=revision,
         endpoint=os.environ.get("HF_ENDPOINT"),
     )
@@ -175,12 +177,17 @@ def _ask(repository: str, filename: str, revision: str) -> RemoteFile:
 
 
 def _download(
-    repository: str, filename: str, remote: RemoteFile, folder: Path, retried: Callable[..., str]
+    repository: str,
+    filename: str,
+    remote: RemoteFile,
+    folder: Path,
+    retried: Callable[..., str],
+    repo_type: str,
 ) -> Path:
     """Let huggingface_hub fetch one file at a fixed commit; a wrong one once more, uncached."""
     from huggingface_hub import hf_hub_download
 
-    options = {"repo_type": "dataset", "revision": remote.commit, "local_dir": folder}
+    options = {"repo_type": repo_type, "revision": remote.commit, "local_dir": folder}
     options["endpoint"] = os.environ.get("HF_ENDPOINT")
     for force in (False, True):
         call = partial(hf_hub_download, repository, filename, force_download=force, **options)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miniseries.choices import question_set
 from miniseries.console import Console, RunningMean, step_line
 from miniseries.metrics import append_record
 
@@ -160,9 +161,9 @@ class Journal:
         self.record("val", step, tokens_seen=step * self.tokens_per_step, **values)
 
     def hellaswag(self, step: int, scores: dict[str, Any]) -> None:
-        """HellaSwag by token mean, of the weights after `step` updates."""
+        """Choices of endings by token mean, of the weights after `step` updates."""
         correct, items = scores["num_correct"], scores["num_items"]
-        self.say(f"HellaSwag: {correct}/{items} = {correct / items:f}")
+        self.say(f"{question_set(items)}: {correct}/{items} = {correct / items:f}")
         self.log(step, f"eval:{correct / items:.4f}")
         values = {"num_correct": correct, "num_items": items}
         values["acc_norm_token_mean"] = correct / items

@@ -102,33 +102,47 @@ def claim(folder: Path) -> IO[str]:
     return lock
 
 
-def freeze(settings: Path, manifest: Path, folder: Path) -> dict[str, Any]:
+def freeze(
+    settings: Path, manifest: Path, folder: Path, init_from: Path | None = None
+) -> dict[str, Any]:
     """Keep the run's settings beside its checkpoints; later starts must agree in the recipe.
 
     Returns:
         The settings with the machine part of today and the recipe of the first start.
 
     Raises:
-        ValueError: the recipe or the data differ from the first start's; names the keys.
+        ValueError: recipe, data, or first weights differ from the first start's; names the keys.
     """
     present = read_json(settings)
     present["data_fingerprint"] = load_manifest(manifest).fingerprint
     check_frozen(present, folder / "settings.json", manifest)
+    if init_from:
+        from miniseries.pretrained import freeze_start  # loads PyTorch
+
+        present["start"] = freeze_start(init_from, folder)
     write_json(folder / "settings.json", present)
     return present
 
 
 def launch(
-    settings: Path, manifest: Path, questions: Path | None, folder: Path, done: Path
+    settings: Path,
+    manifest: Path,
+    questions: Path | None,
+    folder: Path,
+    done: Path,
+    init_from: Path | None = None,
 ) -> None:
     """Train one run on this machine and return when it is complete.
+
+    Args:
+        init_from: file that stands for the weights to start from, see `pretrained`.
 
     Raises:
         ValueError: it cannot start or it failed; the message says what to do.
         SystemExit: stopped by a signal; everything is saved.
     """
     with Ears() as ears, claim(folder):
-        frozen = freeze(settings, manifest, folder)
+        frozen = freeze(settings, manifest, folder, init_from)
         run = LocalRun(frozen, folder, *local_processes(frozen["machine"]["gpus"]), ears)
         command = [sys.executable, str(Path(sys.argv[0]).resolve()), "--manifest", str(manifest)]
         command += ["--folder", str(folder), "--done", str(done)]

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from miniseries.formulas import Formulas, mean_loss, token_losses
+from miniseries.shards import PADDED_VOCAB_SIZE, VOCAB_SIZE
 
-VOCAB_SIZE = 50257  # GPT-2's byte-pair encoding: 256 bytes, 50,000 merges, <|endoftext|>
-PADDED_VOCAB_SIZE = 50304  # next multiple of 128: the matrix units want whole tiles
 INIT_STD = 0.02  # GPT-2 paper, section 2.3; the residual projections are scaled by 1/sqrt(2L)
 
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from miniseries.choices import HELLASWAG_ITEMS
 from miniseries.metrics import read_metrics
 
 CHANCE = 0.25  # four endings per question
 LONG_STEPS = 1000  # from here on a run is long: its beginning may leave the figure
 GUESSING_NATS = 12.0  # ln(50257) = 10.8 knows nothing; higher losses are cut off a figure
-HELLASWAG_ITEMS = 10042  # questions of HellaSwag's validation split
 DATA_SETS = {  # as named in baselines.json; looked for in a data set's name and config entry
     "FineWeb-Edu": r"fine_?web[-_]?edu|edu[-_]?fine_?web",
     "FineWeb": r"fine_?web",
@@ -120,6 +120,14 @@ class Run:
         if set(num_items) <= {HELLASWAG_ITEMS}:
             return "HellaSwag"
         return f"{num_items[-1] or 'unknown'} questions, not HellaSwag's"
+
+    def until(self, step: int) -> "Run":
+        """The run as it was after `step` updates."""
+        counted = {  # a training record is named by the update that it describes, from 0
+            kind: [r for r in records if r["step"] + (kind == "train") <= step]
+            for kind, records in self.metrics.items()
+        }
+        return Run(self.name, self.settings, counted)
 
     def column(self, kind: str, key: str, x: str = "step") -> tuple[np.ndarray, np.ndarray]:
         """All finite values of one key: (N,) of `x` and (N,) of the values, in order of `x`."""
@@ -237,7 +245,7 @@ def loss_baseline(run: Run, metric: str = "val_loss_nats") -> Baseline | None:
     return find_baseline(run.size, metric, run.data_set)
 
 
-def score_baseline(run: Run, metric: str = "hellaswag_acc_norm_token_mean") -> Baseline | None:
+def score_baseline(run: Run, metric: str = "hellaswag_llmc_acc_token_mean") -> Baseline | None:
     """The published accuracy that a run's own questions are compared with."""
     return find_baseline(run.size, metric, run.questions)
 

@@ -1,52 +1,32 @@
-"""Validation loss and HellaSwag, the same code during training and after it.
+"""Validation loss and choices of endings, the same code during training and after it.
 
-Everything is scored as rows: token sequences of which the last few targets count. Each forward
-call has one fixed shape, every rank makes the same number of calls (a rank without rows left runs
+Everything is scored as rows: token sequences of which the last few targets count. Forward calls
+have a few fixed shapes, every rank makes the same number of calls (a rank without rows left runs
 an ignored batch, so that collectives inside a sharded model never wait), and each row's loss goes
 into its own place of one float64 vector that is summed over ranks: the result depends neither on
 the micro-batch nor on the number of processes.
 """
 
-import json
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import tiktoken
 import torch
 import torch.distributed as dist
 
+from miniseries.choices import LLMC, WAYS, Question, right_answers
 from miniseries.distributed import reshard
 from miniseries.model import GPT
 from miniseries.shards import DOCUMENT_MARK, VOCAB_SIZE, Manifest, open_shard
 
-TOKEN_MEAN = "token_mean"  # llm.c: raw context, loss per ending token
-HARNESS = "harness"  # lm-eval: activity label, cleaned text, log-likelihood per character
 IGNORED = -100  # a target without a loss: cross_entropy's own `ignore_index`
-ROW_MULTIPLE = 64  # HellaSwag rows are padded to a multiple of this: whole tiles on a GPU
-ENCODER_THREADS = 2  # ranks of one node share its cores
+SHORTEST_ROW = 64  # rows are padded to 64, 128, 256 ... tokens: few shapes, whole tiles on a GPU
 
 # n + 1 token ids (n inputs and, one to the left, their targets); how many last targets count
 Row = tuple[Sequence[int] | np.ndarray, int]
 Progress = Callable[[int, int], None]
-
-
-class Candidate(NamedTuple):
-    """One possible ending after its context; `tokens` ends with the `num_ending` of the ending."""
-
-    tokens: list[int]
-    num_ending: int
-    num_characters: int
-
-
-class Question(NamedTuple):
-    """One HellaSwag item: its four candidates by rule, and the number of the true one."""
-
-    label: int
-    candidates: dict[str, list[Candidate]]
 
 
 def _no_progress(_done: int, _total: int) -> None:
@@ -191,162 +171,113 @@ def validation_loss(
     }
 
 
-def read_questions(path: Path) -> list[dict[str, Any]]:
-    """Questions in HellaSwag's own keys, one JSON object a line.
-
-    Raises:
-        ValueError: names the file and the line that is not a question with four endings.
-    """
-    remedy = "delete the file and give the same command again"
-    questions = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            content = json.loads(line)
-            texts = [content[key] for key in ("ctx", "ctx_a", "ctx_b", "activity_label")]
-            endings, label = content["endings"], int(content["label"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path}: line {number} is no question ({error!r}); {remedy}"
-            ) from None
-        if len(endings) != 4 or label not in range(4):
-            raise ValueError(f"{path}: line {number} needs 4 endings and a label 0 to 3; {remedy}")
-        if not all(isinstance(text, str) for text in [*texts, *endings]):
-            raise ValueError(f"{path}: line {number} holds something other than text; {remedy}")
-        questions.append({**content, "label": label})
-    if not questions:
-        raise ValueError(f"{path}: holds no question; {remedy}")
-    return questions
+def _padded_lengths(lengths: Sequence[int], positions: int) -> np.ndarray:
+    """(N,) length that each row is padded to: 64 times a power of 2, at most what is needed."""
+    longest = min(positions, -(-max(lengths) // SHORTEST_ROW) * SHORTEST_ROW)
+    steps = np.ceil(np.log2(np.maximum(np.array(lengths), 1) / SHORTEST_ROW)).clip(min=0)
+    return np.minimum(SHORTEST_ROW * 2**steps, longest).astype(int)
 
 
-def clean_text(text: str) -> str:
-    """lm-eval's clean-up of HellaSwag: WikiHow's marks in brackets go (its `preprocess`)."""
-    text = text.strip().replace(" [title]", ". ")
-    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
-
-
-def _token_mean_candidates(
-    questions: list[dict[str, Any]], encoding: tiktoken.Encoding
-) -> list[Candidate]:
-    """llm.c's rule: context as given; one space and the ending, each encoded by itself."""
-    contexts = encoding.encode_ordinary_batch(
-        [q["ctx"] for q in questions], num_threads=ENCODER_THREADS
-    )
-    endings = encoding.encode_ordinary_batch(
-        [" " + e for q in questions for e in q["endings"]], num_threads=ENCODER_THREADS
-    )
-    characters = [len(e) for q in questions for e in q["endings"]]
-    return [
-        # nothing can be predicted without a first token: an empty context is a document's start
-        Candidate((contexts[i // 4] or [DOCUMENT_MARK]) + ending, len(ending), characters[i])
-        for i, ending in enumerate(endings)
-    ]
-
-
-def _harness_candidates(
-    questions: list[dict[str, Any]], encoding: tiktoken.Encoding
-) -> list[Candidate]:
-    """lm-eval's rule: the whole is encoded, and what follows the context's tokens counts.
-
-    Blanks at the context's end belong to the continuation (lm-eval's `_encode_pair`).
-    """
-    queries, choices = [], []
-    for q in questions:
-        context = q["ctx_a"] + " " + q["ctx_b"].capitalize()
-        queries.append(clean_text(q["activity_label"] + ": " + context))
-        choices += [clean_text(ending) for ending in q["endings"]]
-    contexts = encoding.encode_ordinary_batch(
-        [query.rstrip() for query in queries], num_threads=ENCODER_THREADS
-    )
-    wholes = encoding.encode_ordinary_batch(
-        [f"{queries[i // 4]} {choice}" for i, choice in enumerate(choices)],
-        num_threads=ENCODER_THREADS,
-    )
-    return [
-        Candidate(whole, len(whole) - len(contexts[i // 4]), len(choices[i]))
-        for i, whole in enumerate(wholes)
-    ]
-
-
-_CANDIDATES = {TOKEN_MEAN: _token_mean_candidates, HARNESS: _harness_candidates}
-
-
-def encode_questions(
-    path: Path, encoding: tiktoken.Encoding, rules: Sequence[str] = (TOKEN_MEAN,)
-) -> list[Question]:
-    """Read a question file and encode it once, for as many scorings as wanted.
-
-    Args:
-        path: HellaSwag's keys, one JSON object a line.
-        rules: "token_mean" (llm.c), "harness" (lm-eval), or both.
-
-    Raises:
-        ValueError: the file is damaged; names the line.
-    """
-    questions = read_questions(path)
-    encoded = {rule: _CANDIDATES[rule](questions, encoding) for rule in rules}
-    return [
-        Question(q["label"], {rule: encoded[rule][4 * i : 4 * i + 4] for rule in rules})
-        for i, q in enumerate(questions)
-    ]
-
-
-def _accuracy(name: str, is_right: np.ndarray) -> dict[str, float | None]:
-    """Share of right answers and its standard error as lm-eval's; None for a single item."""
-    share, count = float(is_right.mean()), len(is_right)
-    stderr = math.sqrt(share * (1 - share) / (count - 1)) if count > 1 else None
-    return {name: share, f"{name}_stderr": stderr}
-
-
-def hellaswag_scores(
+def row_losses(
     model: GPT,
-    questions: Sequence[Question],
-    rule: str = TOKEN_MEAN,
+    rows: Sequence[Row],
     *,
     micro_batch: int,
     device: torch.device,
     rank: int = 0,
     world_size: int = 1,
     progress: Progress = _no_progress,
-    with_predictions: bool = False,
-) -> dict[str, Any]:
-    """Share of questions whose true ending the model finds likeliest.
+) -> np.ndarray:
+    """Summed loss of the counted targets of rows of any length up to T.
 
-    All ranks call this and all get the same answer. Among equal candidates the first one wins.
-    A row longer than the model's T loses tokens at its start. Rows are padded to the longest one,
-    not to T: one more shape, `micro_batch` x T tokens at most, at a fraction of the work.
+    Rows of about one length go together, so that little is padding. All ranks call this and all
+    get the same answer.
 
     Args:
-        questions: from `encode_questions`, with this rule.
         micro_batch: rows of T tokens that fit one rank's forward call.
         progress: called by all ranks before each call of the model, with rows done and in all.
 
     Returns:
-        rule, num_items, num_truncated (questions that lost tokens); acc (smallest summed loss)
-        and acc_norm (smallest loss per ending token, or for the harness's rule per character),
-        each with its standard error; num_correct, counted by acc_norm; with `with_predictions`
-        also predictions, the choice of acc_norm for every question.
+        (N,) float64 nats.
     """
-    candidates = [c for question in questions for c in question.candidates[rule]]
     positions = model.config.sequence_length
-    longest = max(len(c.tokens) - 1 for c in candidates)
-    length = min(positions, -(-longest // ROW_MULTIPLE) * ROW_MULTIPLE)
-    rows = [(c.tokens[-(length + 1) :], min(c.num_ending, length)) for c in candidates]
+    padded = _padded_lengths([len(ids) - 1 for ids, _ in rows], positions)
+    sums, num_done = np.zeros(len(rows)), 0
+    for length in np.unique(padded):
+        group = np.flatnonzero(padded == length)
+        sums[group] = _row_losses(
+            model,
+            lambda place, group=group: rows[group[place]],
+            len(group),
+            rows_per_call=micro_batch * (positions // int(length)),
+            length=int(length),
+            device=device,
+            rank=rank,
+            world_size=world_size,
+            progress=lambda done, _, before=num_done: progress(before + done, len(rows)),
+        )
+        num_done += len(group)
+    return sums
+
+
+def accuracy(name: str, is_right: np.ndarray) -> dict[str, float | None]:
+    """Share of right answers and its standard error as lm-eval's; None for a single item."""
+    share, count = float(is_right.mean()), len(is_right)
+    stderr = math.sqrt(share * (1 - share) / (count - 1)) if count > 1 else None
+    return {name: share, f"{name}_stderr": stderr}
+
+
+def choice_scores(
+    model: GPT,
+    questions: Sequence[Question],
+    prompt: str = LLMC,
+    *,
+    micro_batch: int,
+    device: torch.device,
+    rank: int = 0,
+    world_size: int = 1,
+    progress: Progress = _no_progress,
+    with_items: bool = False,
+) -> dict[str, Any]:
+    """Share of questions whose true ending the model finds likeliest, counted in three ways.
+
+    All ranks call this and all get the same answer. Among equal candidates the first one wins.
+    A row longer than the model's T loses tokens at its start.
+
+    Args:
+        questions: from `questions`, encoded with this prompt.
+        micro_batch: rows of T tokens that fit one rank's forward call.
+        progress: called by all ranks before each call of the model, with rows done and in all.
+
+    Returns:
+        num_items, num_truncated (questions that lost tokens); acc (smallest summed loss, lm-eval's
+        `acc`), acc_token_mean (smallest loss per token of the ending, llm.c's `acc_norm`), and
+        acc_characters (per character of the ending, lm-eval's `acc_norm`), each with its standard
+        error; num_correct, counted by acc_token_mean; with `with_items` also items, for each
+        question its label and of each candidate nats, num_tokens, and num_characters.
+    """
+    candidates = [c for question in questions for c in question.candidates[prompt]]
+    positions = model.config.sequence_length
+    rows = [
+        (np.array(c.tokens[-(positions + 1) :]), min(c.num_ending, positions)) for c in candidates
+    ]
     split = {"device": device, "rank": rank, "world_size": world_size, "progress": progress}
-    shape = {"rows_per_call": micro_batch * (positions // length), "length": length}
-    sums = _row_losses(model, rows.__getitem__, len(rows), **shape, **split)
-    if rule == TOKEN_MEAN:
-        divisors = [num_scored for _, num_scored in rows]
-    else:
-        divisors = [max(1, c.num_characters) for c in candidates]
-    choices = (sums / divisors).reshape(-1, 4).argmin(axis=1)
-    labels = np.array([question.label for question in questions])
-    truncated = np.array([len(c.tokens) > length + 1 for c in candidates]).reshape(-1, 4)
-    scores = {
-        "rule": rule,
-        "num_items": len(questions),
-        "num_truncated": int(truncated.any(axis=1).sum()),
-        "num_correct": int((choices == labels).sum()),
-        **_accuracy("acc", sums.reshape(-1, 4).argmin(axis=1) == labels),
-        **_accuracy("acc_norm", choices == labels),
+    columns = {
+        "nats": row_losses(model, rows, micro_batch=micro_batch, **split),
+        "num_tokens": np.array([num_scored for _, num_scored in rows]),
+        "num_characters": np.array([max(1, c.num_characters) for c in candidates]),
     }
-    return scores | ({"predictions": choices.tolist()} if with_predictions else {})
+    fours = {name: values.reshape(-1, 4).tolist() for name, values in columns.items()}
+    items = [
+        {"label": question.label, **{name: four[i] for name, four in fours.items()}}
+        for i, question in enumerate(questions)
+    ]
+    is_cut = np.array([len(c.tokens) > positions + 1 for c in candidates]).reshape(-1, 4)
+    scores: dict[str, Any] = {
+        "num_items": len(questions),
+        "num_truncated": int(is_cut.any(axis=1).sum()),
+        "num_correct": int(right_answers(items, "acc_token_mean").sum()),
+    }
+    for way in WAYS:
+        scores |= accuracy(way, right_answers(items, way))
+    return scores | ({"items": items} if with_items else {})

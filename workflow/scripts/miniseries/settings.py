@@ -21,10 +21,12 @@ from jsonschema import Draft202012Validator as Validator
 # fmt: off
 # What changes the result of a run: fingerprinted, and frozen when the run starts.
 RECIPE_KEYS = (
-    "dataset", "num_layers", "num_heads", "channels", "sequence_length", "total_batch_tokens",
-    "max_steps", "learning_rate", "lr_schedule", "warmup_steps", "final_lr_fraction",
-    "weight_decay", "skip_loss_z", "skip_grad_z", "seed", "precision",
+    "dataset", "init_from", "num_layers", "num_heads", "channels", "sequence_length",
+    "total_batch_tokens", "max_steps", "learning_rate", "lr_schedule", "warmup_steps",
+    "final_lr_fraction", "weight_decay", "skip_loss_z", "skip_grad_z", "seed", "precision",
 )
+# Of these an empty value is left out of the recipe: runs started before the key came stay the same.
+LATER_KEYS = ("init_from",)
 # Speed, cadence, and logging: may change whenever a run is resumed.
 MACHINE_KEYS = (
     "micro_batch", "gpus", "compile", "deterministic", "val_every_steps", "hellaswag",
@@ -115,6 +117,7 @@ def resolve_runs(config: dict[str, Any], schema: dict[str, Any]) -> Catalogue:
                     catalogue.sweeps.setdefault(name, []).append(run)
         except ValueError as error:
             problems.append(str(error))
+    problems += _start_problems(catalogue.runs)
     problems += _name_problems(config, catalogue)
     _raise_problems(problems)
     return catalogue
@@ -130,6 +133,19 @@ def is_kept(settings: dict[str, Any], step: int) -> bool:
         return False
     is_major = major > 0 and step % major == 0
     return is_major or machine["keep_checkpoints"] == 0
+
+
+def start_file(init_from: str) -> str:
+    """The file that `init_from:` stands for, of which `pretrained` reads weights; "" for none."""
+    if not init_from:
+        return ""
+    if init_from.startswith((".", "/")):
+        is_file = init_from.endswith((".bin", ".json"))
+        return str(Path(init_from) if is_file else Path(init_from) / "config.json")
+    if "/" in init_from:
+        return f"results/weights/{init_from.replace('/', '--')}/config.json"
+    run, _, step = init_from.partition("@")
+    return f"results/train/{run}/" + (f"saved/{step}.json" if step else "done.json")
 
 
 def check_frozen(settings: dict[str, Any], frozen: Path, manifest: Path) -> None:
@@ -340,7 +356,8 @@ def _settings(
     problems = list(_cross_problems(values, datasets))
     if problems:
         raise ValueError("\n  ".join(f"runs.{entry}.{problem}" for problem in problems))
-    recipe = {key: values[key] for key in RECIPE_KEYS} | {"data": datasets[values["dataset"]]}
+    recipe = {key: values[key] for key in RECIPE_KEYS if values[key] or key not in LATER_KEYS}
+    recipe["data"] = datasets[values["dataset"]]
     return {
         "run": run,
         "recipe": recipe,
@@ -366,6 +383,29 @@ def _cross_problems(values: dict[str, Any], datasets: dict[str, Any]) -> Iterato
     late = [step for step in values["export_steps"] if step > steps]
     if late:
         yield f"export_steps: {late} is after the last step, max_steps {steps}"
+
+
+def _start_problems(runs: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Runs that start from a run that is not there, or in the end from themselves."""
+    for name in runs:
+        chain = [name]
+        while True:
+            start = runs[chain[-1]]["recipe"].get("init_from", "")
+            parent, _, step = start.partition("@")
+            if not start or "/" in start:
+                break
+            if parent not in runs or not (step.isdecimal() or start == parent):
+                if chain == [name]:
+                    yield (
+                        f"runs.{name}.init_from: {start!r} is no run of this configuration (a path "
+                        "starts with / or ., a name of the Hugging Face hub is owner/name); "
+                        f"{suggest(parent, list(runs))}"
+                    )
+                break
+            if parent in chain:
+                yield f"runs.{name}.init_from: a circle, {' -> '.join([*chain, parent])}"
+                break
+            chain.append(parent)
 
 
 def _name_problems(config: dict[str, Any], catalogue: Catalogue) -> Iterator[str]:

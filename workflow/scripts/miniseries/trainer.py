@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import record_function
 
 from miniseries import checkpoint, determinism, microbatch
+from miniseries.choices import encode_questions
 from miniseries.distributed import (
     Interrupted,
     StopFlag,
@@ -32,9 +33,10 @@ from miniseries.loader import Loader
 from miniseries.metrics import read_metrics, write_json
 from miniseries.model import GPT, GPTConfig, init_weights
 from miniseries.optimizer import ZScore, clip_gradients, make_optimizer
+from miniseries.pretrained import load_start
 from miniseries.saver import Saver
 from miniseries.schedule import learning_rate_at
-from miniseries.scoring import encode_questions, hellaswag_scores, validation_loss
+from miniseries.scoring import choice_scores, validation_loss
 from miniseries.shards import DOCUMENT_MARK, Manifest
 from miniseries.supervisor import STEP, STOPPED, Heartbeat
 
@@ -182,7 +184,10 @@ class Trainer:
             f"{problem}; it is put aside, and an older one is taken" for problem in problems
         ]
         if state is None:
-            init_weights(self.model, self.recipe["seed"])
+            if start := self.settings.get("start"):
+                load_start(self.model, Path(start["path"]))
+            else:
+                init_weights(self.model, self.recipe["seed"])
             return 0
         if state["fingerprint"] != self.settings["fingerprint"]:
             raise ValueError(
@@ -320,16 +325,16 @@ class Trainer:
     # ---- evaluation and saving ----------------------------------------------------------
 
     def evaluate(self, step: int) -> float:
-        """Validation loss and, from the first update on, HellaSwag; all ranks share the work."""
+        """Validation loss and, unless weights are still random, HellaSwag; ranks share the work."""
         shared: dict[str, Any] = {"micro_batch": self.micro_batch, "device": self.world.device}
         shared |= {"rank": self.world.rank, "world_size": self.world.size}
         progress = functools.partial(self._go_on, "validation")
         scores = validation_loss(self.model, self.manifest, **shared, progress=progress)
         val_loss = scores["val_loss_nats"]
         self.journal.validation(step, scores)
-        if self.questions is not None and step > 0:
+        if self.questions is not None and (step > 0 or self.settings.get("start")):
             progress = functools.partial(self._go_on, "HellaSwag")
-            scores = hellaswag_scores(self.model, self.questions, **shared, progress=progress)
+            scores = choice_scores(self.model, self.questions, **shared, progress=progress)
             self.journal.hellaswag(step, scores)
         return val_loss
 
@@ -448,6 +453,8 @@ class Trainer:
             if step > 0 and self._due(step, self.machine["sample_every_steps"]):
                 self.sample(step)
             if step == self.max_steps:
+                if step == 0:  # nothing to train: the weights of `init_from` are the result
+                    self.save(step)
                 break
             self.journal.step(self.train_step(step))
             self._note_saved()

@@ -1,0 +1,135 @@
+"""lm-evaluation-harness on an export: the numbers of our own scoring, and of these weights."""
+
+import json
+
+import pytest
+import torch
+from test_evaluation import made_questions
+from test_export import make_data, make_run, trained_model
+
+from miniseries import harness
+from miniseries.evaluation import score_export
+from miniseries.export import export_model
+from miniseries.harness import leaderboard_mean, local_files, parse_task, run_harness
+from miniseries.metrics import read_json
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def test_a_task_may_state_its_number_of_examples():
+    assert parse_task("hellaswag") == ("hellaswag", 0)
+    assert parse_task("arc_challenge@25") == ("arc_challenge", 25)
+    for text in ("hellaswag@", "hellaswag@ten", "@5", ""):
+        if text == "hellaswag@":
+            assert parse_task(text) == ("hellaswag", 0)
+            continue
+        with pytest.raises(ValueError, match="is no task; write hellaswag"):
+            parse_task(text)
+
+
+def test_data_on_this_machine_come_before_those_of_the_hub(tmp_path):
+    questions = tmp_path / "hellaswag.jsonl"
+    assert local_files("hellaswag", 0, None, questions) == {"validation": str(questions)}
+    assert local_files("hellaswag", 10, None, questions) == {}
+    assert local_files("gsm8k", 0, tmp_path, questions) == {}
+    (tmp_path / "gsm8k").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "gsm8k" / f"{split}.jsonl").write_text("{}")
+    files = local_files("gsm8k", 5, tmp_path, questions)
+    assert files == {s: str(tmp_path / "gsm8k" / f"{s}.jsonl") for s in ("train", "test")}
+
+
+def test_the_leaderboard_s_mean_takes_its_own_figure_of_each_of_the_six():
+    # llm.c's 774M: ARC 30.46, HellaSwag 57.81, MMLU 25.87, TruthfulQA 35.79, Winogrande 59.35,
+    # GSM8K 0.15; published mean 34.90
+    tasks = {
+        "arc_challenge": {"acc": 0.2, "acc_norm": 0.3046},
+        "hellaswag": {"acc": 0.4, "acc_norm": 0.5781},
+        "mmlu": {"acc": 0.2587},
+        "truthfulqa_mc2": {"acc": 0.3579},
+        "winogrande": {"acc": 0.5935},
+        "gsm8k": {"exact_match_strict-match": 0.0015, "exact_match_flexible-extract": 0.02},
+    }
+    assert leaderboard_mean(tasks) == pytest.approx(0.3490, abs=1e-4)
+    assert leaderboard_mean({k: v for k, v in tasks.items() if k != "mmlu"}) is None
+
+
+def test_without_lm_eval_the_remedy_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install -c constraints\.txt '\.\[harness\]'"):
+        run_harness(tmp_path, ["hellaswag"], tmp_path / "o", tmp_path / "i", 1)
+
+
+@pytest.fixture
+def exported(tmp_path):
+    run = make_run(tmp_path / "train" / "small", trained_model())
+    export_model(run / "done.json", tmp_path / "export" / "small")
+    return tmp_path / "export" / "small"
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """Any connection is an error."""
+
+    def refuse(*_arguments):
+        raise AssertionError("tried to connect")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    monkeypatch.setattr("socket.getaddrinfo", refuse)
+
+
+def run(export, folder, tasks=("hellaswag",), **options):
+    run_harness(
+        export, list(tasks), folder / "harness.json", folder / "items.jsonl", 4, device="cpu",
+        **options
+    )  # fmt: skip
+    lines = (folder / "items.jsonl").read_text().splitlines()
+    return read_json(folder / "harness.json"), [json.loads(line) for line in lines]
+
+
+@pytest.mark.slow
+def test_lm_eval_and_our_scoring_agree_on_every_item_and_on_other_weights_differ(
+    tmp_path, exported, offline
+):
+    pytest.importorskip("lm_eval")
+    data, count = make_data(tmp_path), 240
+    questions = made_questions(data / "q.jsonl", count)
+    outputs = [tmp_path / name for name in ("loss.json", "hellaswag.json", "ours.jsonl")]
+    score_export(exported, data / "manifest.json", questions, 4, *outputs, device="cpu")
+    found, items = run(exported, tmp_path, questions=questions)
+    ours = read_json(outputs[1])["harness"]
+    scores = found["tasks"]["hellaswag"]
+    assert (scores["num_items"], scores["shots"], scores["data"]) == (count, 0, "local")
+    for theirs, key in (("acc", "acc"), ("acc_norm", "acc_characters")):
+        assert scores[theirs] == ours[key]
+        assert scores[f"{theirs}_stderr"] == pytest.approx(ours[f"{key}_stderr"], rel=1e-6)
+    lines = [json.loads(line)["harness"] for line in outputs[2].read_text().splitlines()]
+    assert len(items) == len(lines) == count
+    for theirs, line in zip(items, lines, strict=True):
+        losses = [-log_likelihood for log_likelihood, _ in theirs["answers"]]
+        assert losses == pytest.approx(line["nats"], abs=2e-3)
+        assert theirs["target"] == line["label"]
+        answer = min(range(4), key=line["nats"].__getitem__)
+        assert theirs["acc"] == float(answer == line["label"])
+    # other weights in the same folder: other scores, and the file says whose they are
+    run_b = make_run(tmp_path / "train" / "other", trained_model(seed=9))
+    export_model(run_b / "done.json", exported)
+    again, other_items = run(exported, tmp_path, questions=questions)
+    assert again["weights_sha256"] != found["weights_sha256"]
+    assert [i["answers"] for i in other_items] != [i["answers"] for i in items]
+
+
+@pytest.mark.slow
+def test_unknown_tasks_and_missing_data_are_told_in_one_line(
+    tmp_path, exported, offline, monkeypatch
+):
+    pytest.importorskip("lm_eval")
+    with pytest.raises(ValueError, match="lm-eval has no task helaswag"):
+        run(exported, tmp_path, ["helaswag"])
+    (tmp_path / "hellaswag").mkdir()
+    (tmp_path / "hellaswag" / "validation.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match="lm-eval's hellaswag: ") as caught:
+        run(exported, tmp_path, task_data=tmp_path)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "harness.json").exists()
