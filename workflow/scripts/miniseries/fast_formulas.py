@@ -48,34 +48,31 @@ def add_norm(
 
 
 class _Mlp(torch.autograd.Function):
-    """GELU's gradient, the first bias's and, if asked for, GELU once more come from one kernel."""
+    """One kernel makes the gradients of GELU and of the bias before it."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, proj_weight, recompute):
+    def forward(ctx, x, weight, bias, proj_weight):
         rows = x.flatten(0, -2)
         hidden = F.linear(rows, weight, bias)
         active = kernels.gelu(hidden)
-        ctx.recompute = recompute
-        ctx.save_for_backward(rows, weight, proj_weight, hidden, None if recompute else active)
+        ctx.save_for_backward(rows, hidden, active, weight, proj_weight)
         return F.linear(active, proj_weight).view_as(x)
 
     @staticmethod
     def backward(ctx, upstream):
-        rows, weight, proj_weight, hidden, active = ctx.saved_tensors
+        rows, hidden, active, weight, proj_weight = ctx.saved_tensors
         upstream_rows = upstream.contiguous().flatten(0, -2)
-        gradient, for_bias, again = kernels.gelu_backward(
-            hidden, upstream_rows @ proj_weight, ctx.recompute
-        )
-        for_proj_weight = upstream_rows.t() @ (again if ctx.recompute else active)
+        gradient, for_bias = kernels.gelu_backward(hidden, upstream_rows @ proj_weight)
+        for_proj_weight = upstream_rows.t() @ active
         for_x = (gradient @ weight).view_as(upstream)
-        return for_x, gradient.t() @ rows, for_bias.to(weight.dtype), for_proj_weight, None
+        return for_x, gradient.t() @ rows, for_bias.to(weight.dtype), for_proj_weight
 
 
 def mlp(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, proj_weight: torch.Tensor
 ) -> torch.Tensor:
     """See `formulas`."""
-    return _Mlp.apply(x, weight, bias, proj_weight, False)
+    return _Mlp.apply(x, weight, bias, proj_weight)
 
 
 def choose() -> Formulas:

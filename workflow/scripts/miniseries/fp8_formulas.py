@@ -92,7 +92,7 @@ class _Mlp(torch.autograd.Function):
         rows = upstream.contiguous().flatten(0, -2)
         for_active = _product(quantize_rows(rows), proj_weight.t().contiguous())
         for_proj_weight = rows.t() @ active
-        gradient, for_bias, _ = kernels.gelu_backward(hidden, for_active, False)
+        gradient, for_bias = kernels.gelu_backward(hidden, for_active)
         for_x = _product(quantize_rows(gradient), weight.t().contiguous()).view_as(x)
         for_weight = gradient.t() @ x.flatten(0, -2)
         return for_x, None, None, for_weight, for_bias.to(rows.dtype), for_proj_weight

@@ -8,7 +8,7 @@ each against its plain one. N rows are B x T tokens.
 import torch
 import triton
 import triton.language as tl
-from torch.library import triton_op, wrap_triton
+from torch.library import custom_op
 
 from miniseries.formulas import LAYER_NORM_EPSILON
 from miniseries.quantization import (
@@ -120,8 +120,8 @@ def _gelu_kernel(x_ptr, out_ptr, num_columns, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _gelu_backward_kernel(
-    x_ptr, upstream_ptr, gradient_ptr, out_ptr, sums_ptr, num_rows, num_columns,
-    OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROWS_PER_PROGRAM: tl.constexpr,
+    x_ptr, upstream_ptr, gradient_ptr, sums_ptr, num_rows, num_columns,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROWS_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
     """A strip of columns: the gradient by GELU's input, and its sum over this program's rows."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -136,46 +136,49 @@ def _gelu_backward_kernel(
         upstream = tl.load(upstream_ptr + place, mask=inside, other=0.0).to(tl.float32)
         gradient = _gelu_gradient(x, upstream)
         tl.store(gradient_ptr + place, gradient.to(gradient_ptr.dtype.element_ty), mask=inside)
-        if OUT:
-            out = (x * _gelu_gate(x)).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + place, out, mask=inside)
         sums += gradient
     sums_place = tl.program_id(1) * num_columns + columns
     tl.store(sums_ptr + sums_place, tl.sum(sums, axis=0), mask=in_columns)
 
 
-@triton_op("miniseries::gelu", mutates_args=())
+@custom_op("miniseries::gelu", mutates_args=())
 def gelu(x: torch.Tensor) -> torch.Tensor:
     """GELU in its tanh form of (N, F), contiguous."""
     out = torch.empty_like(x)
-    wrap_triton(_gelu_kernel)[(len(x),)](x, out, x.shape[1], **row_block(x.shape[1]))
+    _gelu_kernel[(len(x),)](x, out, x.shape[1], **row_block(x.shape[1]))
     return out
 
 
-@triton_op("miniseries::gelu_backward", mutates_args=())
-def gelu_backward(
-    x: torch.Tensor, upstream: torch.Tensor, with_out: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+@gelu.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+@custom_op("miniseries::gelu_backward", mutates_args=())
+def gelu_backward(x: torch.Tensor, upstream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradient by the input of tanh-GELU, and its sum over all rows: the gradient of a bias.
 
     Args:
         x: (N, F), contiguous; what GELU was applied to.
         upstream: (N, F), contiguous.
-        with_out: whether GELU's value is wanted once more, so that it need not be kept.
 
     Returns:
-        (N, F) of x's type, (F,) float32, and GELU of x or an empty tensor.
+        (N, F) of x's type, and (F,) float32.
     """
     rows, columns = x.shape
     gradient = torch.empty_like(x)
-    out = x.new_empty(x.shape if with_out else 0)
     strips = triton.cdiv(rows, GELU_ROWS_PER_PROGRAM)
     sums = torch.empty((strips, columns), device=x.device, dtype=torch.float32)
-    wrap_triton(_gelu_backward_kernel)[(triton.cdiv(columns, GELU_COLUMNS), strips)](
-        x, upstream, gradient, out, sums, rows, columns, with_out,
+    _gelu_backward_kernel[(triton.cdiv(columns, GELU_COLUMNS), strips)](
+        x, upstream, gradient, sums, rows, columns,
         GELU_ROWS, GELU_COLUMNS, GELU_ROWS_PER_PROGRAM, num_warps=GELU_WARPS,
     )  # fmt: skip
-    return gradient, sums.sum(dim=0), out
+    return gradient, sums.sum(dim=0)
+
+
+@gelu_backward.register_fake
+def _(x, upstream):
+    return torch.empty_like(x), x.new_empty(x.shape[1], dtype=torch.float32)
 
 
 # ---- residual addition and layer norm --------------------------------------------------------
@@ -247,7 +250,7 @@ def _add_norm_backward_kernel(
     tl.store(sums_ptr + place + 2 * num_columns, delta_sums, mask=inside)
 
 
-@triton_op("miniseries::add_norm", mutates_args=())
+@custom_op("miniseries::add_norm", mutates_args=())
 def add_norm(
     x: torch.Tensor,
     delta: torch.Tensor,
@@ -266,14 +269,21 @@ def add_norm(
     mean = x.new_empty(len(x), dtype=torch.float32)
     rstd = torch.empty_like(mean)
     quantized, scales = quantized_like(x if quantize else x[:0])
-    wrap_triton(_add_norm_kernel)[(len(x),)](
+    _add_norm_kernel[(len(x),)](
         x, delta, delta_bias, weight, bias, total, normed, quantized, scales, mean, rstd,
         x.shape[1], LAYER_NORM_EPSILON, quantize, **row_block(x.shape[1]),
     )  # fmt: skip
     return total, normed, mean, rstd, quantized, scales
 
 
-@triton_op("miniseries::add_norm_backward", mutates_args=())
+@add_norm.register_fake
+def _(x, delta, delta_bias, weight, bias, quantize):
+    row = x.new_empty(len(x), dtype=torch.float32)
+    quantized = quantized_like(x if quantize else x[:0])
+    return torch.empty_like(x), torch.empty_like(x), row, torch.empty_like(row), *quantized
+
+
+@custom_op("miniseries::add_norm_backward", mutates_args=())
 def add_norm_backward(
     total: torch.Tensor,
     mean: torch.Tensor,
@@ -292,8 +302,13 @@ def add_norm_backward(
     programs, columns = num_programs(total, NORM_PROGRAMS_PER_PROCESSOR), total.shape[1]
     gradient = torch.empty_like(total)
     sums = total.new_empty(programs, 3, columns, dtype=torch.float32)
-    wrap_triton(_add_norm_backward_kernel)[(programs,)](
+    _add_norm_backward_kernel[(programs,)](
         total, mean, rstd, weight, upstream, residual, gradient, sums,
         *total.shape, **row_block(columns),
     )  # fmt: skip
     return gradient, sums.sum(dim=0)
+
+
+@add_norm_backward.register_fake
+def _(total, mean, rstd, weight, upstream, residual):
+    return torch.empty_like(total), total.new_empty(3, total.shape[1], dtype=torch.float32)

@@ -7,7 +7,7 @@ The launch helpers for kernels that hold a whole row stand here, too, since the 
 import torch
 import triton
 import triton.language as tl
-from torch.library import triton_op, wrap_triton
+from torch.library import custom_op
 
 COLUMNS_PER_WARP = 1024  # of kernels that hold a whole row
 FP8_LARGEST = tl.constexpr(448.0)  # of float8_e4m3fn
@@ -57,11 +57,14 @@ def quantized_like(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), scales
 
 
-@triton_op("miniseries::quantize_rows", mutates_args=())
+@custom_op("miniseries::quantize_rows", mutates_args=())
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(N, F), contiguous, as fp8, and (N, 1) float32 scales: a row is values times scale."""
     quantized, scales = quantized_like(x)
-    wrap_triton(_quantize_rows_kernel)[(len(x),)](
-        x, quantized, scales, x.shape[1], **row_block(x.shape[1])
-    )
+    _quantize_rows_kernel[(len(x),)](x, quantized, scales, x.shape[1], **row_block(x.shape[1]))
     return quantized, scales
+
+
+@quantize_rows.register_fake
+def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return quantized_like(x)
