@@ -4,6 +4,7 @@ import hashlib
 import json
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,6 +36,7 @@ class Hub(ThreadingHTTPServer):
         self.faults: dict[tuple[str, str], list] = {}
         self.always: dict[tuple[str, str], object] = {}
         self.requests: list[tuple[str, str | None]] = []
+        self.delay_seconds = 0.0  # before each answer
         self.sent: list[str] = []  # names of files whose content was sent, wholly or in part
 
     @property
@@ -102,6 +104,7 @@ class Handler(BaseHTTPRequestHandler):
         return waiting.pop(0) if waiting else self.server.always.get((method, name))
 
     def answer(self, method):
+        time.sleep(self.server.delay_seconds)
         self.server.requests.append((method, self.headers.get("Range")))
         name = unquote(self.path.partition("/resolve/")[2].partition("/")[2])
         content = self.server.files.get(name) if self.path.startswith("/datasets/") else None

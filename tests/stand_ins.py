@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from miniseries.encode import gpt2_encoding
 from miniseries.metrics import read_metrics, write_json
 from miniseries.shards import build_manifest, describe_shard, write_shard
 
@@ -110,3 +112,18 @@ def losses(folder: Path) -> list[tuple[int, float, float]]:
     """Step, loss and gradient norm of each step in the metrics."""
     records = read_metrics(folder / "metrics.jsonl")["train"]
     return [(r["step"], r["train_loss_nats"], r["grad_norm"]) for r in records]
+
+
+def llmc_shards(texts: list[str], val_tokens: int, shard_tokens: int) -> dict[str, bytes]:
+    """An independent writer of llm.c's layout: file name -> bytes."""
+    ids = []
+    for text in texts:
+        ids += [50256, *gpt2_encoding().encode_ordinary(text)]
+    files = {}
+    for split, part, number in (("val", ids[:val_tokens], 0), ("train", ids[val_tokens:], 1)):
+        for start in range(0, len(part), shard_tokens):
+            piece = part[start : start + shard_tokens]
+            header = struct.pack("<256i", 20240520, 1, len(piece), *[0] * 253)
+            files[f"d_{split}_{number:06d}.bin"] = header + struct.pack(f"<{len(piece)}H", *piece)
+            number += 1
+    return files

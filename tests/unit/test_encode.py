@@ -17,7 +17,7 @@ NASTY = [word * 10_000 for word in ["^", " ", "\n", "ab"]] + ["a\0b", "<|endofte
 
 def lists(*texts):
     """Ids of each text."""
-    ids, counts = encode_texts([text.encode() for text in texts])
+    ids, counts = encode_texts(texts)
     assert ids.dtype == np.uint16
     return [part.tolist() for part in np.split(ids, np.cumsum(counts)[:-1])]
 
@@ -89,4 +89,4 @@ def test_an_encoding_of_more_than_16_bits_is_refused_by_its_largest_id(monkeypat
 
     monkeypatch.setattr(encode, "gpt2_encoding", Large)
     with pytest.raises(ValueError, match=r"token id 99000 does not fit a shard's 16 bits"):
-        encode_texts([b"Hello"])
+        encode_texts(["Hello"])

@@ -1,7 +1,10 @@
 """Datasets from text to manifest: any number of workers, interruptions, and the scripts."""
 
+import contextlib
+import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -47,7 +50,9 @@ def test_every_document_is_there_once_and_held_out_ones_are_not_trained_on(tmp_p
     for paths in (manifest.train_shards, manifest.val_shards):
         assert all(len(open_shard(path)) == 1000 for path in paths[:-1])
     every = [*TEXTS, *TEXTS[:20]]
-    held_out = [text for text in every if is_validation(text.encode(), 0.1)]
+    held_out = [
+        text for text in every if is_validation(hashlib.sha256(text.encode()).digest(), 0.1)
+    ]
     assert texts_of(manifest.val_shards) == held_out
     assert texts_of(manifest.train_shards) == [t for t in every if t not in set(held_out)]
     assert len(manifest.train_shards) > 2
@@ -179,6 +184,66 @@ def session_of(pid):
         return os.getsid(pid)
     except ProcessLookupError:
         return None
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a disk of 60 kB, and a function that makes the disk larger."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=60k", "none", folder]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs is not allowed")
+    grow = ["mount", "-o", "remount,size=10m", folder]
+    yield folder, lambda: subprocess.run(grow, check=True)
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_loses_nothing_and_the_same_call_goes_on(tmp_path, small_disk, monkeypatch):
+    folder, grow = small_disk
+    monkeypatch.setattr(prepare.fetch, "SPARE_BYTES", 0)
+    monkeypatch.setattr(prepare, "TOKEN_BYTES", {False: 0, True: 0})
+    texts = [f"{i} {text}" for i in range(10) for text in TEXTS]
+    dataset = write_lines(tmp_path / "a.jsonl", texts) | {"shard_tokens": 5_000}
+    with pytest.raises(OSError, match="No space left on device"):
+        make(folder, dataset)
+    assert not (folder / "manifest.json").exists() and not list(folder.rglob("*.tmp*"))
+    grow()
+    assert make(folder, dataset) == make(tmp_path / "large", dataset)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_memory_is_flat_in_the_size_of_the_text(tmp_path):
+    free = prepare.shutil.disk_usage(tmp_path).free
+    if free < 12e9:
+        pytest.skip(f"needs 12 GB of disk, {free / 1e9:.0f} GB are free")
+    with (tmp_path / "a.jsonl").open("w") as file:  # words that are one token each: quick
+        for number in range(5_000):
+            file.write(f'{{"text": "{number}{" telecommunications" * 50_000}"}}\n{{"text": "a"}}\n')
+    assert (tmp_path / "a.jsonl").stat().st_size > 4.7e9
+    dataset = {"source": "files", "paths": [f"{tmp_path}/a.jsonl"], "num_questions": 0}
+    process = psutil.Popen(command_for("d", dataset, tmp_path / "d"))
+    peak = 0
+    while process.poll() is None:
+        peak = max(peak, memory_of(process))
+        time.sleep(0.1)
+    (tmp_path / "a.jsonl").unlink()
+    content = json.loads((tmp_path / "d/manifest.json").read_text())
+    shutil.rmtree(tmp_path / "d")
+    print(f"{peak / 1e6:.0f} MB in all processes")
+    assert process.wait() == 0 and content["num_documents"] == 10_000
+    assert content["num_train_tokens"] + content["num_val_tokens"] > 240_000_000
+    assert 100e6 < peak < 1e9
+
+
+def memory_of(process):
+    """Bytes in memory of a process and of those that it started."""
+    total = 0
+    with contextlib.suppress(psutil.Error):
+        for member in [process, *process.children(recursive=True)]:
+            total += member.memory_info().rss
+    return total
 
 
 @pytest.mark.skipif("TINYSHAKESPEARE" not in os.environ, reason="TINYSHAKESPEARE names no text")

@@ -1,31 +1,16 @@
 """Token streams and shards: llm.c's layout, byte for byte, whatever is interrupted or changed."""
 
 import json
-import struct
 import time
 
 import numpy as np
 import pytest
+from stand_ins import llmc_shards
 
 from miniseries import streams
 from miniseries.corpus import Document, Findings, plan_parts
 from miniseries.encode import gpt2_encoding
 from miniseries.streams import Segment, encode_documents, identify, plan_shards, tokenize_part
-
-
-def llmc_shards(texts, val_tokens, shard_tokens):
-    """An independent writer of llm.c's layout: file name -> bytes."""
-    ids = []
-    for text in texts:
-        ids += [50256, *gpt2_encoding().encode_ordinary(text)]
-    files = {}
-    for split, part, number in (("val", ids[:val_tokens], 0), ("train", ids[val_tokens:], 1)):
-        for start in range(0, len(part), shard_tokens):
-            piece = part[start : start + shard_tokens]
-            header = struct.pack("<256i", 20240520, 1, len(piece), *[0] * 253)
-            files[f"d_{split}_{number:06d}.bin"] = header + struct.pack(f"<{len(piece)}H", *piece)
-            number += 1
-    return files
 
 
 def write_lines(path, texts):
@@ -159,13 +144,14 @@ def test_a_document_that_cannot_be_encoded_is_counted_named_and_left_out(monkeyp
         """What Rust libraries raise; no Exception."""
 
     def encode(texts):
-        if b"bad" in texts:
+        if "bad" in texts:
             raise Panic("stack overflow")
         return np.array([1] * len(texts), np.uint16), np.ones(len(texts), np.int64)
 
     monkeypatch.setattr(streams, "encode_texts", encode)
     findings = Findings()
-    batch = [Document("one", b"good"), Document("two", b"bad"), Document("three", b"good")]
+    texts = {"one": "good", "two": "bad", "three": "good"}
+    batch = [Document(name, text, b"") for name, text in texts.items()]
     left, ids, counts = encode_documents(batch, findings)
     assert [document.name for document in left] == ["one", "three"]
     assert ids.tolist() == counts.tolist() == [1, 1]
@@ -176,7 +162,7 @@ def test_batches_do_not_change_the_tokens(tmp_path, monkeypatch):
     dataset = write_lines(tmp_path / "a.jsonl", TEXTS) | {"val_first_tokens": 100}
     expected = Work(tmp_path, dataset).pack()
     monkeypatch.setattr(streams, "DOCUMENTS_AT_ONCE", 7)
-    monkeypatch.setattr(streams, "BYTES_AT_ONCE", 100)
+    monkeypatch.setattr(streams, "CHARACTERS_AT_ONCE", 100)
     monkeypatch.setattr(streams, "TOKENS_AT_ONCE", 11)
     (tmp_path / "2").mkdir()
     assert Work(tmp_path / "2", dataset).pack() == expected

@@ -40,7 +40,7 @@ SCRIPTS = {
     "own text": "find_checkpoint export_llmc",
     "hub": "fetch_shard fetch_questions verify_dataset write_eval_file",
     "hub text": "list_files tokenize_file",
-    "by hand": "bench_run",
+    "by hand": "bench_run bench_data",
 }
 
 

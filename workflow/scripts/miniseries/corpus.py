@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple
 from miniseries.prose import builtin_documents
 
 VAL_FRACTION = 0.1
-PART_BYTES = 256_000_000  # of files; enough to keep a worker busy for some seconds
+PART_BYTES = 64_000_000  # of files; keeps a worker busy for some seconds
 MAX_TEXT_BYTES = 256_000_000  # of a .txt file that is one document, since it is held in memory
 PARQUET_ROWS = 1_000  # rows held at once
 MAX_NAMED = 5  # bad documents named in the manifest
@@ -26,10 +26,11 @@ COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 
 
 class Document(NamedTuple):
-    """One text in UTF-8; the name (module, file, file and line or row) appears in messages."""
+    """One text; the name (module, file, file and line or row) appears in messages."""
 
     name: str
-    text: bytes
+    text: str
+    digest: bytes  # sha256 of the text in UTF-8
 
 
 class Piece(NamedTuple):
@@ -158,9 +159,10 @@ def read_part(part: Part, dataset: dict[str, Any], findings: Findings) -> Iterat
         try:
             encoded = text.encode()
         except UnicodeEncodeError:
-            encoded = SURROGATE.sub("\ufffd", text).encode()
+            text = SURROGATE.sub("\ufffd", text)
+            encoded = text.encode()
             findings.num_repaired += 1
-        yield Document(name, encoded)
+        yield Document(name, text, hashlib.sha256(encoded).digest())
 
 
 def _piece_documents(
@@ -173,9 +175,9 @@ def _piece_documents(
             raise ValueError(f"{piece.path}: cannot be read ({error})") from None
 
 
-def is_validation(text: bytes, val_fraction: float) -> bool:
+def is_validation(digest: bytes, val_fraction: float) -> bool:
     """Whether a document is held out: decided by its sha256 alone, uniform over documents."""
-    return int.from_bytes(hashlib.sha256(text).digest()[:4], "big") / 2**32 < val_fraction
+    return int.from_bytes(digest[:4], "big") / 2**32 < val_fraction
 
 
 def _kind(path: str) -> str:

@@ -71,13 +71,10 @@ def gpt2_encoding() -> tiktoken.Encoding:
     )
 
 
-def encode_texts(texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+def encode_texts(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """Ids of texts as of tiktoken's `encode_ordinary`: special strings in a text are plain text.
 
     LOG.md says why no faster library does it.
-
-    Args:
-        texts: UTF-8.
 
     Returns:
         All ids one after another, (N,) uint16, and the number of each text, (texts,) int64.
@@ -88,7 +85,7 @@ def encode_texts(texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """
     encoding = gpt2_encoding()
     # arrays straight from the library: no Python integer for each token
-    rows = [encoding.encode_to_numpy(text.decode(), disallowed_special=()) for text in texts]
+    rows = [encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
     counts = np.array([len(row) for row in rows], dtype=np.int64)
     ids = np.concatenate([np.empty(0, np.uint32), *rows])
     if len(ids) and ids.max() > MAX_ID:

@@ -5,16 +5,21 @@ import json
 import os
 import platform
 import shutil
+import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from filelock import FileLock
 
 from miniseries import corpus, fetch, foreign, streams
 from miniseries.corpus import Findings, Part, Piece
+from miniseries.encode import gpt2_encoding
 from miniseries.metrics import die_with_parent, num_cores, read_json, write_json, write_text
 from miniseries.questions import NUM_QUESTIONS, questions_from_shards
 from miniseries.shards import VAL_TOKENS, build_manifest, remove_other_shards
@@ -130,25 +135,33 @@ class Text:
             plans, self.folder, self.streams, self.identities, self.tokenize
         )
         streams.drop_streams(self.streams)
+        shutil.rmtree(self.folder / ".fetch", ignore_errors=True)  # what a killed download left
         remove_other_shards(self.folder, self.name, [Path(entry["path"]) for entry in entries])
         self._write_manifest(manifest, entries, notes, findings)
 
     def _tokenize_all(self, numbers: Sequence[int], num_workers: int) -> None:
         num_workers = min(num_workers, len(numbers))
         if num_workers < 2:
-            for number in numbers:
+            for done, number in enumerate(numbers, 1):
                 self.tokenize(number)
+                self._tell(done, len(numbers))
             return
         # spawned, not forked: libraries may have started threads already
         with ProcessPoolExecutor(
             num_workers, get_context("spawn"), die_with_parent, (os.getpid(),)
         ) as pool:
             try:
-                for task in [pool.submit(*self._task(number)) for number in numbers]:
+                tasks = [pool.submit(*self._task(number)) for number in numbers]
+                for done, task in enumerate(tasks, 1):
                     task.result()
+                    self._tell(done, len(numbers))
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
+
+    def _tell(self, done: int, total: int) -> None:
+        now = time.strftime("%H:%M:%S")
+        print(f"{now} {self.name}: {done} of {total} parts tokenized", file=sys.stderr, flush=True)
 
     def _task(self, number: int) -> tuple:
         """Function and arguments; no more than a worker needs, since they are sent to it."""
@@ -234,3 +247,55 @@ def _remote_part(folder: Path, file: dict[str, Any]) -> Part:
     """Where a file of the hub lies while it is tokenized; in a folder of its own."""
     place = folder / ".fetch" / file["path"].replace("/", "_") / Path(file["path"]).name
     return Part((Piece(str(place)),), file["split"])
+
+
+def measure_speed(paths: Sequence[str], text_key: str, num_workers: int, output: Path) -> None:
+    """Compare the way from files to shards with tiktoken alone, on the same documents and cores.
+
+    Args:
+        paths: globs of .jsonl, .parquet, or .txt files; their text is held in memory meanwhile.
+        text_key: key or column that holds the text.
+        num_workers: processes here, threads of `encode_ordinary_batch` there.
+        output: JSON with the seconds of both, of the clock and of the cores.
+    """
+    dataset = {"source": "files", "paths": list(paths), "text_key": text_key, "num_questions": 0}
+    encoding = gpt2_encoding()
+    texts = [
+        document.text
+        for part in corpus.plan_parts(dataset)
+        for document in corpus.read_part(part, dataset, Findings())
+    ]
+    start = _seconds()
+    num_tokens = sum(map(len, encoding.encode_ordinary_batch(texts, num_threads=num_workers)))
+    bare = _seconds() - start
+    with tempfile.TemporaryDirectory(dir=Path(output).parent) as name:
+        start = _seconds()
+        manifest = Path(name) / "manifest.json"
+        prepare_dataset("measured", dataset, Path(name), manifest, num_workers)
+        whole = _seconds() - start
+        content = read_json(manifest)
+    found = content["num_train_tokens"] + content["num_val_tokens"]
+    assert found == num_tokens + len(texts)  # a mark before each document
+    write_json(
+        Path(output),
+        {
+            "num_documents": len(texts),
+            "num_tokens": num_tokens,
+            "num_workers": num_workers,
+            "cpu": platform.processor() or platform.machine(),
+            "tiktoken_seconds": bare[0],
+            "tiktoken_cpu_seconds": bare[1],
+            "files_to_shards_seconds": whole[0],
+            "files_to_shards_cpu_seconds": whole[1],
+            "tokens_per_cpu_second": num_tokens / whole[1],
+            "share_by_time": bare[0] / whole[0],
+            "share_by_cpu_time": bare[1] / whole[1],  # the one that counts where others are at work
+        },
+    )
+
+
+def _seconds() -> np.ndarray:
+    """Time, and what this process and those it waited for had of the cores."""
+    used = os.times()
+    cores = used.user + used.system + used.children_user + used.children_system
+    return np.array([time.perf_counter(), cores])

@@ -36,7 +36,7 @@ from miniseries.shards import (
 )
 
 DOCUMENTS_AT_ONCE = 1_024
-BYTES_AT_ONCE = 4_000_000  # about 1 M tokens
+CHARACTERS_AT_ONCE = 4_000_000  # about 1 M tokens
 TOKENS_AT_ONCE = 4_000_000  # copied from streams to shards
 SPLITS = ("val", "train")
 # What of a dataset's entry decides a stream; the rest decides where streams are cut.
@@ -152,7 +152,7 @@ def tokenize_part(
             for batch in _batches(read_part(part, dataset, findings)):
                 _write_batch(batch, part.split, dataset, findings, files)
                 for document in batch:
-                    text_hash.update(hashlib.sha256(document.text).digest())
+                    text_hash.update(document.digest)
         num_tokens = {split: path.stat().st_size // 2 for split, path in temporary.items()}
         for split, path in temporary.items():
             if num_tokens[split]:
@@ -182,7 +182,7 @@ def _write_batch(
         is_val = np.full(len(batch), split == "val")
     else:
         val_fraction = held_out_fraction(dataset)
-        held_out = (val_fraction > 0 and is_validation(doc.text, val_fraction) for doc in batch)
+        held_out = (val_fraction > 0 and is_validation(doc.digest, val_fraction) for doc in batch)
         is_val = np.fromiter(held_out, bool, len(batch))
     tokens = _with_marks(ids, counts)
     for name, chosen in (("val", is_val & is_long), ("train", ~is_val & is_long)):
@@ -231,13 +231,13 @@ def _raise_unless_of_text(error: BaseException) -> None:
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     batch: list[Document] = []
-    num_bytes = 0
+    num_characters = 0
     for document in documents:
         batch.append(document)
-        num_bytes += len(document.text)
-        if len(batch) == DOCUMENTS_AT_ONCE or num_bytes >= BYTES_AT_ONCE:
+        num_characters += len(document.text)
+        if len(batch) == DOCUMENTS_AT_ONCE or num_characters >= CHARACTERS_AT_ONCE:
             yield batch
-            batch, num_bytes = [], 0
+            batch, num_characters = [], 0
     if batch:
         yield batch
 
