@@ -95,6 +95,18 @@ def test_a_shard_that_is_gone_or_cut_is_made_again_with_the_manifest(tmp_path):
     assert all(path.stat().st_mtime_ns == times[path] for path in others)
 
 
+def test_each_part_is_tokenized_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "PART_BYTES", 3_000)
+    numbers = []
+    write = prepare.streams.read_part
+    monkeypatch.setattr(
+        prepare.streams, "read_part", lambda part, *more: numbers.append(part) or write(part, *more)
+    )
+    dataset = write_lines(tmp_path / "a.jsonl", TEXTS) | {"shard_tokens": 500}
+    make(tmp_path / "d", dataset, num_workers=1)
+    assert len(numbers) == len(set(numbers)) > 4
+
+
 def test_a_failed_run_leaves_no_manifest(tmp_path, monkeypatch):
     dataset = write_lines(tmp_path / "a.jsonl", TEXTS)
     make(tmp_path, dataset)

@@ -128,8 +128,10 @@ class Text:
             findings.add(note["findings"])
         self._check_splits({plan.split for plan in plans}, findings)
         missing = streams.shards_to_write(plans, self.folder, self.streams, self.identities)
-        needed = {segment.part for plan in missing for segment in plan.segments}
-        gone = [n for n in needed if not streams.has_streams(self.streams, n, notes[n])]
+        needed = {segment[:2] for plan in missing for segment in plan.segments}
+        gone = {
+            n for n, split in needed if not streams.stream_path(self.streams, n, split).exists()
+        }
         self._tokenize_all(sorted(gone), num_workers)
         entries = streams.pack_shards(
             plans, self.folder, self.streams, self.identities, self.tokenize

@@ -318,8 +318,10 @@ def pack_shards(
     for place, plan in enumerate(plans):
         path, known = folder / plan.name, done.get(plan.name)
         if not _is_done(plan, folder, known, identities):
-            for part in sorted({segment.part for segment in plan.segments}):
-                provide(part)
+            for segment in plan.segments:
+                path_of_stream = stream_path(streams, segment.part, segment.split)
+                if not path_of_stream.exists():  # whole streams only ever get this name
+                    provide(segment.part)
             sha256 = write_shard(path, _read(plan, streams), plan.num_tokens)
             text = plan.identity(identities)
             if known and known["text"] == text and known["sha256"] != sha256:
