@@ -104,7 +104,8 @@ class Handler(BaseHTTPRequestHandler):
         return waiting.pop(0) if waiting else self.server.always.get((method, name))
 
     def answer(self, method):
-        time.sleep(self.server.delay_seconds)
+        if self.server.delay_seconds:
+            time.sleep(self.server.delay_seconds)
         self.server.requests.append((method, self.headers.get("Range")))
         name = unquote(self.path.partition("/resolve/")[2].partition("/")[2])
         content = self.server.files.get(name) if self.path.startswith("/datasets/") else None
