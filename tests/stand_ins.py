@@ -48,6 +48,24 @@ def make_dataset(folder: Path, train_tokens: int = 20_000, val_tokens: int = 1_0
     return manifest
 
 
+def make_questions(path: Path, count: int) -> Path:
+    """Questions in HellaSwag's form, of words that follow each other by chance."""
+    random = np.random.RandomState(1)
+    words = ["the", "of", "a", "cat", "dog", "house", "runs", "sees", "blue", "quickly", "under"]
+
+    def text(low: int, high: int) -> str:
+        return " ".join(random.choice(words, random.randint(low, high)))
+
+    lines = []
+    for number in range(count):
+        start, end = text(5, 60), text(1, 5)
+        item = {"ind": number, "activity_label": "Words", "ctx_a": start, "ctx_b": end}
+        item |= {"ctx": f"{start} {end}", "endings": [text(3, 20) for _ in range(4)]}
+        lines.append(json.dumps(item | {"label": int(random.randint(4))}))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
 def make_settings(path: Path, **changes: Any) -> Path:
     """Settings of a model of two layers; `changes` go into the recipe or the machine part."""
     recipe = {
@@ -56,6 +74,8 @@ def make_settings(path: Path, **changes: Any) -> Path:
         "num_heads": 2,
         "channels": 16,
         "sequence_length": 32,
+        "num_positions": 0,
+        "branch_from": "",
         "total_batch_tokens": 256,
         "max_steps": 12,
         "learning_rate": 3e-3,
@@ -66,7 +86,12 @@ def make_settings(path: Path, **changes: Any) -> Path:
         "skip_loss_z": 0.0,
         "skip_grad_z": 0.0,
         "seed": 42,
+        "token_order": "shuffled",
+        "llm_c_micro_batch": 2,
+        "llm_c_processes": 2,
+        "overfit_batch": False,
         "precision": "fp32",
+        "master_weights": True,
         "data": {"source": "files"},
     }
     machine = {
@@ -74,6 +99,7 @@ def make_settings(path: Path, **changes: Any) -> Path:
         "gpus": 1,
         "compile": False,
         "deterministic": False,
+        "recompute": 0,
         "val_every_steps": 0,
         "hellaswag": False,
         "sample_every_steps": 0,
@@ -106,6 +132,11 @@ def train_here(
     """Run the trainer as the workflow does, and wait for it."""
     command = train_command(settings, manifest, folder)
     return subprocess.run(command, capture_output=True, text=True, timeout=300, **more)
+
+
+def batch_hashes(folder: Path) -> list[str]:
+    """What each step read, as the devices saw it."""
+    return [record["batch_hash"] for record in read_metrics(folder / "metrics.jsonl")["train"]]
 
 
 def losses(folder: Path) -> list[tuple[int, float, float]]:

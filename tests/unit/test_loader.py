@@ -1,19 +1,22 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
 
-from miniseries.loader import Loader, WindowOrder
-from miniseries.shards import write_shard
+from miniseries.loader import LlmcOrder, Loader, WindowOrder, _LlmcProcess
+from miniseries.shards import open_shard, write_shard
 
 T = 8
+LLM_C = {"token_order": "llm.c", "llm_c_micro_batch": 1, "llm_c_processes": 2}
 
 
-def make_loader(paths, rank=0, world_size=1, micro_batch=2, batch_windows=8, seed=1):
+def make_loader(paths, rank=0, world_size=1, micro_batch=2, batch_windows=8, **changes):
+    recipe = {"sequence_length": T, "total_batch_tokens": batch_windows * T, "seed": 1}
+    recipe |= {"token_order": "shuffled", "overfit_batch": False} | changes
     return Loader(
         paths,
-        sequence_length=T,
-        seed=seed,
-        batch_windows=batch_windows,
+        recipe,
         micro_batch=micro_batch,
         rank=rank,
         world_size=world_size,
@@ -21,15 +24,19 @@ def make_loader(paths, rank=0, world_size=1, micro_batch=2, batch_windows=8, see
     )
 
 
-def global_batch(paths, step, world_size, micro_batch, batch_windows=8):
-    """The inputs of one step in global order, put together from all ranks and micro-steps."""
+def global_batch(paths, step, world_size, micro_batch, batch_windows=8, **changes):
+    """Inputs of one step in global order and its hash, put together from ranks and micro-steps."""
     loaders = [
-        make_loader(paths, rank, world_size, micro_batch, batch_windows)
+        make_loader(paths, rank, world_size, micro_batch, batch_windows, **changes)
         for rank in range(world_size)
     ]
-    micro_steps = batch_windows // (world_size * micro_batch)
-    parts = [loader.micro_batch_at(step, m)[0] for m in range(micro_steps) for loader in loaders]
-    return torch.cat(parts)
+    parts, total = [], 0
+    for micro_step in range(batch_windows // (world_size * micro_batch)):
+        for loader in loaders:
+            tokens, targets = loader.micro_batch_at(step, micro_step)
+            parts.append(tokens)
+            total += loader.hash_of(micro_step, tokens, targets).item()
+    return torch.cat(parts), total % 2**64
 
 
 @pytest.fixture
@@ -72,13 +79,111 @@ def test_the_order_is_the_same_on_every_machine_for_ever():
     assert [order.locate(i) for i in range(6)] == golden
 
 
+@pytest.mark.parametrize("order", [{}, LLM_C, {"overfit_batch": True}])
 @pytest.mark.parametrize(
     ("world_size", "micro_batch"), [(1, 8), (1, 1), (2, 4), (2, 1), (4, 2), (8, 1)]
 )
-def test_every_split_reads_the_same_global_batch_in_the_same_order(shards, world_size, micro_batch):
+def test_every_split_reads_the_same_global_batch_in_the_same_order(
+    shards, world_size, micro_batch, order
+):
     for step in (0, 1, 7):
-        expected = global_batch(shards, step, 1, 8)
-        torch.testing.assert_close(global_batch(shards, step, world_size, micro_batch), expected)
+        expected = global_batch(shards, step, 1, 8, **order)
+        ours = global_batch(shards, step, world_size, micro_batch, **order)
+        torch.testing.assert_close(ours[0], expected[0])
+        assert ours[1] == expected[1]
+
+
+def test_the_hash_of_a_batch_differs_when_its_tokens_or_their_places_do(shards):
+    hashes = {global_batch(shards, step, 1, 8)[1] for step in range(40)}
+    assert len(hashes) == 40
+    loader = make_loader(shards, micro_batch=8)
+    tokens, targets = loader.micro_batch_at(0, 0)
+    whole = loader.hash_of(0, tokens, targets)
+    assert loader.hash_of(0, tokens.flip(0), targets.flip(0)) != whole
+    changed = targets.clone()
+    changed[3, 5] += 1
+    assert loader.hash_of(0, tokens, changed) != whole
+
+
+def test_overfitting_reads_the_first_batch_at_every_step_and_counts_it_as_all_there_is(shards):
+    first = global_batch(shards, 0, 1, 2)
+    for step in (0, 1, 50):
+        ours = global_batch(shards, step, 2, 2, overfit_batch=True)
+        assert ours[1] == first[1]
+    assert make_loader(shards, overfit_batch=True).tokens_per_epoch == 8 * T
+
+
+# ---- llm.c's order ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def golden_shards(tmp_path):
+    """The three shards on which llm.c's own loader was run: 82 tokens, 1000 (s + 1) + i."""
+    paths = []
+    for number in range(3):
+        path = tmp_path / f"golden_{number}.bin"
+        write_shard(path, 1000 * (number + 1) + np.arange(82))
+        paths.append(path)
+    return paths
+
+
+# first tokens of the batches of B 2 and T 4 that llm.c's C code gave to each of two processes
+GOLDEN = {
+    0: "3048 3064 3000 3032 3016 2048 2032 2016 2064 2000 1016 1000 1064 1032 1048 "
+    "2016 2032 2064 2048 2000",
+    1: "3040 3072 3056 3024 3008 1072 1040 1024 1056 1008 2072 2056 2008 2040 2024 "
+    "2040 2072 2008 2056 2024",
+}
+
+
+def llm_c_batches(paths, rank, count, shuffle=True):
+    """Inputs of the first micro-batches of one process of llm.c, out of our global order."""
+    order = LlmcOrder([82, 82, 82], 4, micro_batch=2, processes=2, shuffle=shuffle)
+    for number in range(count):
+        places = [order.locate(4 * number + 2 * rank + row) for row in range(2)]
+        yield np.concatenate([open_shard(paths[s])[first : first + 5] for s, first in places])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_llm_c_s_order_gives_the_batches_of_llm_c_s_own_code(golden_shards, rank):
+    batches = list(llm_c_batches(golden_shards, rank, 20))
+    assert " ".join(str(batch[0]) for batch in batches) == GOLDEN[rank]
+    for batch in batches:  # B * T + 1 tokens in a row, divided into windows that share one
+        assert batch.tolist() == [*range(batch[0], batch[0] + 5), *range(batch[4], batch[4] + 5)]
+
+
+def test_llm_c_s_order_without_a_shuffle_reads_as_the_tokens_lie(golden_shards):
+    batches = llm_c_batches(golden_shards, 1, 10, shuffle=False)
+    golden = [1008, 1024, 1040, 1056, 1072, 2008, 2024, 2040, 2056, 2072]
+    assert [batch[0] for batch in batches] == golden
+
+
+@pytest.mark.parametrize(
+    ("seed", "golden"), [(42, [1, 3, 9, 7, 6, 0, 8, 4, 5, 2]), (43, [2, 6, 9, 4, 0, 1, 5, 7, 3, 8])]
+)
+def test_permutations_are_llm_c_s(seed, golden):
+    draws = np.frombuffer(np.random.RandomState(42).bytes(20), dtype="<u4")
+    assert draws.tolist() == [1608637542, 3421126067, 4083286876, 787846414, 3143890026]
+    # one shard: its list takes no draw, so the samples are the generator's first permutation
+    process = _LlmcProcess([10], rank=seed - 42, shuffle=True)
+    assert [process.locate(i)[1] for i in range(10)] == golden
+
+
+def test_llm_c_s_order_can_start_anywhere_and_go_back(golden_shards):
+    order = LlmcOrder([82, 98, 82], 4, micro_batch=2, processes=2)
+    places = [order.locate(i) for i in range(200)]
+    again = LlmcOrder([82, 98, 82], 4, micro_batch=2, processes=2)
+    for index in (150, 7, 199, 64, 63, 0):
+        assert again.locate(index) == places[index]
+    assert order.windows_per_epoch == (5 + 6 + 5) * 4
+
+
+def test_llm_c_s_order_refuses_a_shard_without_a_full_sample():
+    with pytest.raises(ValueError, match=r"shard 2 of 2 holds 16 tokens, .* reads 17 at"):
+        LlmcOrder([82, 16], 4, micro_batch=2, processes=2)
+
+
+# ---- edges of shards ----------------------------------------------------------------------
 
 
 def test_targets_are_the_tokens_that_follow(shards):
@@ -127,3 +232,44 @@ def test_an_id_that_gpt2_does_not_have_is_named_with_file_and_position(tmp_path)
     write_shard(path, tokens)
     with pytest.raises(ValueError, match=r"bad\.bin: token 5 has id 50300"):
         make_loader([path]).micro_batch_at(0, 0)
+
+
+def test_three_ranks_change_shard_together_and_use_no_token_twice(tmp_path):
+    """Shards with room for the next window of rank 0 but not for that of rank 1."""
+    paths, first = [], 0
+    for number in range(2):
+        size = 2 * (2 * T * 3) + 2 * T + 1
+        path = tmp_path / f"odd_{number}.bin"
+        write_shard(path, np.arange(first, first + size))
+        paths.append(path)
+        first += size
+    loaders = [make_loader(paths, rank, 3, 2, batch_windows=6) for rank in range(3)]
+    epoch = loaders[0].order.windows_per_epoch
+    assert epoch == 2 * 14  # nothing of either shard is dropped: (size - 1) / T windows each
+    rows = [row for step in range(5) for x in loaders for row in x.micro_batch_at(step, 0)[0]]
+    firsts = [int(row[0]) for row in rows]
+    assert len(set(firsts[:epoch])) == epoch and set(firsts[epoch:]) <= set(firsts[:epoch])
+    shards = [first >= size for first in firsts[:epoch]]
+    assert sum(a != b for a, b in itertools.pairwise(shards)) == 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_one_shard_of_one_batch_and_a_half_wraps_and_epochs_are_counted(tmp_path, world_size):
+    path = tmp_path / "small.bin"
+    write_shard(path, np.arange(12 * T + 1))
+    loaders = [make_loader([path], rank, world_size, 2) for rank in range(world_size)]
+    assert loaders[0].tokens_per_epoch == 12 * T
+    seen = torch.cat([
+        loader.micro_batch_at(step, m)[0][:, 0]
+        for step in range(60) for m in range(4 // world_size) for loader in loaders
+    ])  # fmt: skip
+    assert seen.bincount()[::T].tolist() == [40] * 12  # 60 batches of 8 windows: 40 epochs of 12
+
+
+def test_reading_at_random_steps_of_both_orders_is_reading_in_turn(shards):
+    for order in ({}, LLM_C):
+        in_turn = [global_batch(shards, step, 1, 8, **order)[1] for step in range(9)]
+        loader = make_loader(shards, micro_batch=8, **order)
+        for step in (8, 0, 5, 5, 2):
+            tokens, targets = loader.micro_batch_at(step, 0)
+            assert loader.hash_of(0, tokens, targets).item() % 2**64 == in_turn[step]

@@ -130,7 +130,7 @@ def test_a_model_of_llm_c_is_loaded_into_a_model_whose_shape_it_has(tmp_path, dt
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, weights[name].to(dtype).float())
     other = GPT(GPTConfig(2, 2, 16, 64))
-    with pytest.raises(ValueError, match=r"has sequence_length 32; the run's settings say .* 64"):
+    with pytest.raises(ValueError, match=r"has positions 32; the run's settings say .* 64"):
         load_start(other, tmp_path / "model_00000010.bin")
 
 

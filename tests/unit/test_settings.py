@@ -22,6 +22,7 @@ from miniseries.settings import (
     start_file,
     validate_config,
 )
+from miniseries.shapes import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = yaml.safe_load((ROOT / "workflow/schemas/config.schema.yaml").read_text())
@@ -31,10 +32,12 @@ CONFIG = yaml.safe_load((ROOT / "config/config.yaml").read_text())
 FROZEN_RUN_KEYS = [
     "dataset",
     "init_from",
+    "branch_from",
     "num_layers",
     "num_heads",
     "channels",
     "sequence_length",
+    "num_positions",
     "total_batch_tokens",
     "max_steps",
     "learning_rate",
@@ -45,11 +48,17 @@ FROZEN_RUN_KEYS = [
     "skip_loss_z",
     "skip_grad_z",
     "seed",
+    "token_order",
+    "llm_c_micro_batch",
+    "llm_c_processes",
+    "overfit_batch",
     "precision",
+    "master_weights",
     "micro_batch",
     "gpus",
     "compile",
     "deterministic",
+    "recompute",
     "val_every_steps",
     "hellaswag",
     "sample_every_steps",
@@ -124,6 +133,11 @@ def test_schema_is_closed_and_describes_every_leaf():
 def test_run_keys_are_frozen():
     assert list(run_leaves(SCHEMA)) == FROZEN_RUN_KEYS
     assert [*RECIPE_KEYS, *MACHINE_KEYS] == FROZEN_RUN_KEYS
+
+
+def test_values_left_out_of_a_recipe_are_the_default_ones():
+    for key, usual in LATER_KEYS.items():
+        assert run_leaves(SCHEMA)[key]["default"] == usual, key
 
 
 def test_default_values_obey_the_schema():
@@ -363,6 +377,12 @@ def test_the_baselines_have_the_shapes_of_the_four_sizes_and_train_no_step():
             {"sequence_length": 100},
             "total_batch_tokens: 1024 is no multiple of sequence_length, 100",
         ),
+        ({"master_weights": False}, "master_weights: false needs precision bf16"),
+        (
+            {"token_order": "llm.c"},
+            "total_batch_tokens: 1024 is no multiple of 65536, which llm.c reads at once",
+        ),
+        ({"num_positions": 100}, "num_positions: 100 is less than sequence_length, 128"),
         ({"warmup_steps": 201}, "warmup_steps: 201 is more than max_steps, 200"),
         ({"export_steps": [200, 201]}, "export_steps: [201] is after the last step, max_steps 200"),
     ],
@@ -370,6 +390,29 @@ def test_the_baselines_have_the_shapes_of_the_four_sizes_and_train_no_step():
 def test_keys_that_do_not_fit_each_other_are_refused(config, entry, message):
     config["runs"]["x"] = {"extends": "tiny"} | entry
     assert f"runs.x.{message}" in refusal(config)
+
+
+def test_model_stands_for_shape_and_context_and_own_keys_count_more(config):
+    config["runs"] |= {
+        "a": {"extends": "124m", "model": "gpt3:c1536"},
+        "b": {"extends": "a", "sequence_length": 512, "num_positions": 2048},
+        "c": {"extends": "b", "model": "gpt2:d6"},
+    }
+    runs = resolve(config).runs
+    keys = ("num_layers", "num_heads", "channels", "sequence_length", "num_positions")
+    shapes = {name: tuple(runs[name]["recipe"].get(key, 0) for key in keys) for name in "abc"}
+    assert shapes["a"] == (24, 16, 1536, 2048, 0)
+    assert shapes["b"] == (24, 16, 1536, 512, 2048)
+    assert shapes["c"] == (6, 6, 384, 1024, 2048)
+    config["runs"]["a"]["model"] = "gpt2:d13"
+    assert "runs.a.model: no model 'gpt2:d13'; known: gpt2:d6, gpt2:d12, " in refusal(config)
+
+
+def test_models_of_the_series_are_those_that_the_schema_and_the_readme_name():
+    described = SCHEMA["properties"]["runs"]["additionalProperties"]["properties"]["model"]
+    names = re.findall(r"\b[cd]\d+\b", described["description"])
+    row = re.search(r"^\| `model` .*$", (ROOT / "config/README.md").read_text(), re.MULTILINE)[0]
+    assert names == re.findall(r"`([cd]\d+)`", row) == [name.partition(":")[2] for name in MODELS]
 
 
 def test_list_of_unknown_runs_is_refused(config):

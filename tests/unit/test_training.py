@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import time
 
@@ -12,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from stand_ins import losses, make_dataset, make_settings, train_command, train_here
+from stand_ins import batch_hashes, losses, make_dataset, make_settings, train_command, train_here
 
 from miniseries import checkpoint, trainer
 from miniseries.checkpoint import checkpoint_folder, load_model_weights, saved_steps
 from miniseries.distributed import start_world
 from miniseries.launcher import freeze, launch
+from miniseries.loader import Loader
 from miniseries.metrics import read_json, read_metrics
 from miniseries.shards import load_manifest
 
@@ -55,6 +57,7 @@ def weights_hash(folder, step):
 
 def test_a_run_writes_all_its_files_and_its_lines_are_llm_cs(unbroken):
     folder, output = unbroken
+    settings = read_json(folder / "settings.json")
     done = read_json(folder / "done.json")
     assert (done["step"], done["checkpoint"]) == (12, "checkpoints/step-00000012")
     for name, facts in done["files"].items():
@@ -63,12 +66,35 @@ def test_a_run_writes_all_its_files_and_its_lines_are_llm_cs(unbroken):
     lines = [line for line in output.splitlines() if line.startswith("step ")]
     assert [int(CONSOLE_LINE.match(line)[1]) for line in lines] == list(range(1, 13))
     assert "=> setting grad_accum_steps=2" in output
+    for key in (
+        *settings["recipe"],
+        *settings["machine"],
+        "device",
+        "attention",
+        "torch",
+        "commit",
+    ):
+        assert re.search(rf"^\| {key} +\| \S", output, re.MULTILINE), key
+    assert "19,968 training tokens and 1,025 validation tokens; the run reads 0.15 epochs" in output
+    assert re.search(r"^peak memory \d+ MiB$", output, re.MULTILINE)
     log = (folder / "main.log").read_text().splitlines()
     assert next(line for line in log if line.startswith("s:11 ")).startswith("s:11 trl:")
     assert re.fullmatch(r"s:0 trl:\d+\.\d{4} lr:0\.001000 norm:\d+\.\d\d", log[0])
     assert re.fullmatch(r"s:12 tel:\d+\.\d{4}", log[-1])
     assert saved_steps(folder) == [4, 8, 12]
     assert (folder / "train.log").read_text().splitlines() == output.splitlines()
+
+
+def test_padding_rows_stay_zero_and_a_padded_id_is_never_drawn(
+    unbroken, manifest, tmp_path, one_world
+):
+    weights = load_model_weights(checkpoint_folder(unbroken[0], 12))["wte.weight"]
+    assert weights.shape == (50304, 16) and weights[50257:].abs().max() == 0
+    run = in_this_process(tmp_path, manifest, sample_tokens=30)
+    with torch.no_grad():
+        run.model.wte.weight.to_local()[50257:] = 100.0  # likelier than all others, if they counted
+    text = run.draw_text()  # decoding an id from 50,257 on would fail
+    assert text and run.draw_text() == text
 
 
 def test_the_loss_falls(unbroken):
@@ -92,9 +118,33 @@ def test_every_split_of_a_batch_gives_the_same_losses_norms_and_weights(
     result = train_here(settings, manifest, tmp_path)
     assert result.returncode == 0, result.stderr
     assert_losses_agree(tmp_path, unbroken[0], rel=1e-5)
+    assert batch_hashes(tmp_path) == batch_hashes(unbroken[0])
     ours = load_model_weights(checkpoint_folder(tmp_path, 12))
     for name, expected in load_model_weights(checkpoint_folder(unbroken[0], 12)).items():
         torch.testing.assert_close(ours[name], expected, rtol=1e-3, atol=2e-4)
+
+
+def three_steps(rank, port, world_size, settings, manifest, folder):
+    """One rank of a run; writes what the gathered weights are for it."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE="4")
+    torch.set_num_threads(1)
+    run = trainer.Trainer(read_json(settings), load_manifest(manifest), None, folder, start_world())
+    for step in range(3):
+        run.train_step(step)
+    whole = [p.full_tensor().detach().numpy().tobytes() for p in run.model.parameters()]
+    (folder / f"{rank}.txt").write_text(hashlib.sha256(b"".join(whole)).hexdigest())
+    torch.distributed.destroy_process_group()
+
+
+def test_after_three_steps_all_ranks_gather_the_same_weights(manifest, tmp_path):
+    settings = make_settings(tmp_path / "in.json", gpus=4, micro_batch=1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = (port, 4, settings, manifest, tmp_path)
+    torch.multiprocessing.spawn(three_steps, arguments, nprocs=4)
+    assert len({(tmp_path / f"{rank}.txt").read_text() for rank in range(4)}) == 1
 
 
 def kill_at(folder, settings, manifest, step, number):
@@ -126,6 +176,7 @@ def test_stopped_and_resumed_is_bitwise_what_an_unbroken_run_is(
     assert result.returncode == 0, result.stderr
     assert f"resuming at step {newest} of 12" in result.stdout
     assert losses(tmp_path) == losses(unbroken[0])
+    assert batch_hashes(tmp_path) == batch_hashes(unbroken[0])
     assert weights_hash(tmp_path, 12) == weights_hash(unbroken[0], 12)
 
 
@@ -140,16 +191,59 @@ def test_a_stop_of_two_processes_is_quiet_saves_and_leaves_none_behind(manifest,
     assert listing.stdout == ""
 
 
-def test_four_processes_then_two_then_one_go_on_with_the_same_losses(unbroken, manifest, tmp_path):
-    for gpus, steps in [(4, 4), (2, 8), (1, 12)]:
-        if steps < 12:  # let a run of fewer steps end, then take its end away: a stop at that step
+def test_four_processes_then_two_then_one_then_four_go_on_with_the_same_batches_and_losses(
+    unbroken, manifest, tmp_path
+):
+    for gpus, steps in [(4, 4), (2, 8), (1, 10), (4, 12)]:
+        if steps < 12:
             settings = make_settings(tmp_path / "in.json", gpus=gpus, micro_batch=2)
             kill_at(tmp_path, settings, manifest, steps - 2, signal.SIGTERM)
             assert not (tmp_path / "done.json").exists()
         else:
-            settings = make_settings(tmp_path / "in.json", gpus=gpus)
+            settings = make_settings(tmp_path / "in.json", gpus=gpus, micro_batch=2)
             assert train_here(settings, manifest, tmp_path).returncode == 0
+    starts = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    assert [s["world_size"] for s in starts if s["kind"] == "start"] == [4, 2, 1, 4]
     assert_losses_agree(tmp_path, unbroken[0], rel=1e-4)
+    assert batch_hashes(tmp_path) == batch_hashes(unbroken[0])
+
+
+def test_a_long_run_reads_the_same_batches_however_often_it_is_stopped(manifest, tmp_path):
+    many = {"max_steps": 60, "checkpoint_every_steps": 1, "keep_checkpoints": 2}
+    settings = make_settings(tmp_path / "in.json", **many)
+    for stop in (20, 40):
+        kill_at(tmp_path, settings, manifest, stop, signal.SIGTERM)
+    assert train_here(settings, manifest, tmp_path).returncode == 0
+    hashes = batch_hashes(tmp_path)
+    assert len(set(hashes)) == len(hashes) == 60
+    loader = Loader(
+        load_manifest(manifest).train_shards,
+        read_json(settings)["recipe"],
+        micro_batch=8,
+        rank=0,
+        world_size=1,
+        device=torch.device("cpu"),
+    )
+    for step, ours in enumerate(hashes):
+        assert int(ours, 16) == loader.hash_of(0, *loader.micro_batch_at(step, 0)).item() % 2**64
+
+
+def test_a_batch_that_is_trained_on_again_and_again_is_learnt_by_heart(manifest, tmp_path):
+    changes = {"max_steps": 50, "learning_rate": 1e-2, "channels": 64, "warmup_steps": 5}
+    changes |= {
+        "checkpoint_every_steps": 0,
+        "total_batch_tokens": 128,
+        "weight_decay": 0.0,
+        "lr_schedule": "linear",
+    }
+    settings = make_settings(tmp_path / "in.json", overfit_batch=True, **changes)
+    result = train_here(settings, manifest, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert losses(tmp_path)[-1][1] < 0.1
+    assert len(set(batch_hashes(tmp_path))) == 1
+    assert "warning: the run reads its training tokens 50.00 times" in result.stdout
+    assert "the training tokens have been read 32.00 times" in result.stdout
+    assert read_json(tmp_path / "done.json")["unique_tokens"] == 128
 
 
 def test_a_second_writer_in_the_same_folder_is_refused(manifest, tmp_path):
@@ -326,6 +420,80 @@ def test_deterministic_allows_repeatable_operations_alone(manifest, tmp_path, on
         assert run.train_step(0).loss == pytest.approx(math.log(50257), abs=0.15)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_branches_of_one_trunk_are_the_runs_that_train_every_step_themselves(
+    manifest, tmp_path, one_world
+):
+    wsd = {"lr_schedule": "wsd", "checkpoint_every_steps": 0, "skip_loss_z": 5.0}
+
+    def train(name, marker=None, **changes):
+        folder = tmp_path / name
+        settings = make_settings(folder / "in.json", **(wsd | changes))
+        settings = freeze(settings, manifest, folder, marker)
+        run = trainer.Trainer(settings, load_manifest(manifest), None, folder, start_world())
+        run.run()
+        run.finish(folder / "done.json", 0.0)
+        torch.distributed.destroy_process_group()
+        return folder
+
+    trunk = train("trunk", max_steps=20, export_steps=[4, 8])
+    for last, step in [(5, 4), (10, 8)]:
+        whole = train(f"whole-{last}", max_steps=last)
+        branch = {"max_steps": last, "branch_from": f"trunk@{step}"}
+        ours = train(f"branch-{last}", trunk / "saved" / f"{step}.json", **branch)
+        assert losses(ours) == losses(whole)[step:]
+        assert weights_hash(ours, last) == weights_hash(whole, last)
+        done = read_json(ours / "done.json")
+        assert done["trained_tokens"] == (last - step) * 256
+        assert done["tokens_seen"] == last * 256
+        records = read_metrics(ours / "metrics.jsonl")
+        assert records["start"][0]["branch_from"] == f"trunk@{step}"
+
+
+PRECISIONS = [{"precision": "fp16"}, {"precision": "bf16", "master_weights": False}]
+
+
+@pytest.mark.parametrize("changes", PRECISIONS)
+def test_other_precisions_learn_as_fp32_does_and_resume_bit_by_bit(
+    unbroken, manifest, tmp_path, one_world, changes
+):
+    def run_steps(folder, first, last):
+        run = in_this_process(folder, manifest, **changes)
+        assert run.first_step == first
+        reports = [run.train_step(step) for step in range(first, last)]
+        run.save(last)
+        torch.distributed.destroy_process_group()
+        return reports
+
+    whole = run_steps(tmp_path / "whole", 0, 12)
+    for report, (_, loss, _) in zip(whole, losses(unbroken[0]), strict=True):
+        assert report.loss == pytest.approx(loss, abs=2e-2)
+    parts = run_steps(tmp_path / "parts", 0, 5) + run_steps(tmp_path / "parts", 5, 12)
+    assert [(r.loss, r.grad_norm) for r in parts] == [(r.loss, r.grad_norm) for r in whole]
+    assert weights_hash(tmp_path / "parts", 12) == weights_hash(tmp_path / "whole", 12)
+    kept = load_model_weights(checkpoint_folder(tmp_path / "whole", 12))
+    assert {t.dtype for t in kept.values()} == {torch.float32}
+
+
+def test_a_gradient_too_large_for_fp16_is_skipped_said_and_halves_the_scale(
+    manifest, tmp_path, one_world, capsys
+):
+    run = in_this_process(tmp_path, manifest, precision="fp16")
+    run.loss_scale.value = 2.0**32
+    before = run.model.ln_f.weight.to_local().clone()
+    report = run.train_step(0)
+    assert report.skipped and not math.isfinite(report.grad_norm) and math.isfinite(report.loss)
+    assert torch.equal(run.model.ln_f.weight.to_local(), before)
+    assert run.loss_scale.value == 2.0**31
+    run.journal.step(report)
+    said = capsys.readouterr().out
+    assert "skipping update due to overflow with loss scale 4.29497e+09" in said
+    assert CONSOLE_LINE.match(next(line for line in said.splitlines() if line.startswith("step")))
+    record = read_metrics(tmp_path / "metrics.jsonl")["train"][0]
+    assert (record["skipped"], record["grad_norm"]) == (True, None)
+    run.loss_scale.value = 1024.0
+    assert not run.train_step(1).skipped
 
 
 def test_processes_that_cannot_share_a_batch_equally_are_refused(manifest, tmp_path):

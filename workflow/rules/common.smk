@@ -170,7 +170,8 @@ def until_done(path):
 
 def start_of_run(wildcards):
     """Input function: where the run's first weights come from; nothing if they are random."""
-    init_from = RUNS[wildcards.run]["recipe"].get("init_from", "")
+    recipe = RUNS[wildcards.run]["recipe"]
+    init_from = recipe.get("branch_from") or recipe.get("init_from", "")
     start = start_file(init_from)
     if run_of(init_from) in RUNS:
         start = marker_of(init_from)

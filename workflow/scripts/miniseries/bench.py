@@ -20,7 +20,7 @@ from miniseries.metrics import write_json
 from miniseries.planning import counted_bytes, num_elements
 from miniseries.rows import LADDER
 from miniseries.rungs import RungTrainer, missing, missing_for_precision, precision_on
-from miniseries.scoring import choice_scores
+from miniseries.scoring import choice_scores, warm_up
 from miniseries.shards import VOCAB_SIZE, Manifest, load_manifest
 from miniseries.trainer import Trainer, attention_kernels, source_commit
 
@@ -271,14 +271,12 @@ def made_up_questions(count: int, seed: int = 42) -> list[Question]:
 def measure_hellaswag(job: Job) -> dict[str, Any]:
     """Seconds to score all questions, after a call that compiles; the weights are fresh ones."""
     questions = made_up_questions(job.row["num_items"])
-    # the longest question decides the largest shape, and some others have all smaller ones
-    longest = max(questions, key=lambda q: max(len(c.tokens) for c in q.candidates[LLMC]))
     with tempfile.TemporaryDirectory() as folder:
         run = make_trainer(job, Path(folder))
         shared: dict[str, Any] = {"micro_batch": run.micro_batch, "device": job.world.device}
         shared |= {"rank": job.world.rank, "world_size": job.world.size}
         begun = time.time()
-        choice_scores(run.model, [longest, *questions[:100]], **shared)
+        warm_up(run.model, questions, **shared)
         ready = time.time()
         scores = choice_scores(run.model, questions, **shared)
         seconds = time.time() - ready

@@ -190,7 +190,7 @@ def load_model_weights(folder: Path) -> dict[str, torch.Tensor]:
         raise ValueError(
             f"{folder}: the checkpoint is damaged or not complete ({_reason(error)})"
         ) from error
-    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    return {name.removeprefix("model."): tensor.float() for name, tensor in tensors.items()}
 
 
 def read_marker(marker: Path) -> tuple[Path, dict[str, Any]]:

@@ -28,8 +28,8 @@ def step_line(
     """One line in llm.c's format; `step` is 1-based here as it is there."""
     mfu = "n/a" if mfu_percent is None else f"{mfu_percent:.1f}"
     return (
-        f"step {step:4d}/{max_steps} | loss {loss:7.6f} ({loss_z:+.2f}z)"
-        f"| norm {norm:6.4f} ({norm_z:+.2f}z)| lr {learning_rate:.2e} "
+        f"step {step:4d}/{max_steps} | loss {loss:.6f} ({loss_z:+.2f}z)"
+        f"| norm {norm:.4f} ({norm_z:+.2f}z)| lr {learning_rate:.2e} "
         f"| {milliseconds:.2f} ms | {mfu}% bf16 MFU | {tokens_per_second:.0f} tok/s"
     )
 
@@ -72,18 +72,17 @@ class Console:
             else:
                 self.bar.write(text, file=sys.stdout)
 
-    def advance(self, step: int, seconds_per_step: float) -> None:
+    def advance(self, step: int, seconds_left: float) -> None:
         """Show that `step` steps are done; now and then a line with the time that is left."""
         if not self.is_main:
             return
-        left = (self.max_steps - step) * seconds_per_step
         if not self.bar.disable:
-            self.bar.set_postfix_str(f"{duration(left)} left", refresh=False)
+            self.bar.set_postfix_str(f"{duration(seconds_left)} left", refresh=False)
             with contextlib.suppress(OSError):
                 self.bar.update(step - self.bar.n)
         elif time.monotonic() - self._last_eta > SECONDS_BETWEEN_ETA_LINES:
             self._last_eta = time.monotonic()
-            self.line(f"eta {duration(left)} for the {self.max_steps - step} steps left")
+            self.line(f"eta {duration(seconds_left)} for the {self.max_steps - step} steps left")
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Show how far a pause in the steps is; without a bar by a line now and then."""

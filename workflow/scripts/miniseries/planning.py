@@ -60,7 +60,8 @@ DEVICES = {
 def num_elements(recipe: dict[str, Any]) -> int:
     """Parameters of the model, padding of the vocabulary included."""
     channels, layers = recipe["channels"], recipe["num_layers"]
-    embeddings = (PADDED_VOCAB_SIZE + recipe["sequence_length"]) * channels
+    positions = recipe.get("num_positions") or recipe["sequence_length"]
+    embeddings = (PADDED_VOCAB_SIZE + positions) * channels
     return embeddings + layers * (12 * channels**2 + 13 * channels) + 2 * channels
 
 
@@ -87,8 +88,9 @@ def memory_parts(
     kept = KEPT_ELEMENTS - RECOMPUTED_ELEMENTS[recompute]
     logits = min(tokens, HEAD_ROWS) * PADDED_VOCAB_SIZE * size
     head = PADDED_VOCAB_SIZE * channels
+    own = 4 if recipe.get("master_weights", True) else size
     parts = {
-        "master_weights": 4 * elements / processes,
+        "master_weights": own * elements / processes,
         "optimizer_state": 8 * elements / processes,
         "weights": size * elements,
         "gradients": 4 * elements / (1 if accumulates else processes),

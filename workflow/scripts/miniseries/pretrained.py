@@ -25,17 +25,12 @@ from miniseries.metrics import read_json, write_json
 from miniseries.model import GPT, GPTConfig, set_parameter
 from miniseries.shards import file_sha256
 
-SHAPE = ("num_layers", "num_heads", "channels", "sequence_length")
+SHAPE = ("num_layers", "num_heads", "channels", "positions")
 HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+?)(@(?P<revision>[\w.-]+))?")
 
 
 def _is_huggingface(file: Path) -> bool:
     return file.name == "config.json"
-
-
-def config_of_recipe(recipe: dict[str, Any]) -> GPTConfig:
-    """Shape of a run's model."""
-    return GPTConfig(*(recipe[key] for key in SHAPE))
 
 
 def read_run(marker: Path) -> tuple[GPTConfig, dict[str, torch.Tensor], dict[str, Any]]:
@@ -45,7 +40,7 @@ def read_run(marker: Path) -> tuple[GPTConfig, dict[str, torch.Tensor], dict[str
         ValueError: the run folder or the checkpoint is damaged.
     """
     checkpoint, settings = read_marker(marker)
-    config = config_of_recipe(settings["recipe"])
+    config = GPTConfig.of_recipe(settings["recipe"])
     weights = load_model_weights(checkpoint)
     huggingface.check_shapes(weights, config, checkpoint)
     return config, weights, settings
@@ -172,7 +167,7 @@ def import_llmc(model: Path, settings: Path, folder: Path) -> None:
     """
     content = read_json(settings)
     state, (config, weights) = llmc.read_optimizer_state(model), llmc.read_model(model)
-    wanted = config_of_recipe(content["recipe"])
+    wanted = GPTConfig.of_recipe(content["recipe"])
     if config != wanted:
         raise ValueError(f"{model}: is a {config}, but {settings} says {wanted}")
     if saved_steps(folder):

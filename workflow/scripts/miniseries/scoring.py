@@ -220,6 +220,26 @@ def row_losses(
     return sums
 
 
+def warm_up(model: GPT, questions: Sequence[Question] | None, **shared: Any) -> None:
+    """Compute once with each shape that validation and questions have.
+
+    From then on they compile nothing and take no more memory. All ranks call this.
+
+    Args:
+        questions: as `choice_scores` takes them with llm.c's prompt; None when there are none.
+        shared: micro_batch, device, rank, world_size of the scorings to come.
+    """
+    positions = model.config.sequence_length
+    lengths = [
+        min(len(c.tokens) - 1, positions) for q in questions or () for c in q.candidates[LLMC]
+    ]
+    padded = np.unique(_padded_lengths(lengths, positions)) if lengths else []
+    for shapes in ([positions], padded):
+        rows = [(np.zeros(length + 1, dtype=np.int64), 1) for length in shapes]
+        if rows:
+            row_losses(model, rows, **shared)
+
+
 def accuracy(name: str, is_right: np.ndarray) -> dict[str, float | None]:
     """Share of right answers and its standard error as lm-eval's; None for a single item."""
     share, count = float(is_right.mean()), len(is_right)

@@ -18,20 +18,28 @@ from typing import Any
 
 from jsonschema import Draft202012Validator as Validator
 
+from miniseries.branches import branch_problems, note_branches, with_step
+from miniseries.shapes import MODELS, keys_of_model
+
 # fmt: off
 # What changes the result of a run: fingerprinted, and frozen when the run starts.
 RECIPE_KEYS = (
-    "dataset", "init_from", "num_layers", "num_heads", "channels", "sequence_length",
-    "total_batch_tokens", "max_steps", "learning_rate", "lr_schedule", "warmup_steps",
-    "final_lr_fraction", "weight_decay", "skip_loss_z", "skip_grad_z", "seed", "precision",
+    "dataset", "init_from", "branch_from", "num_layers", "num_heads", "channels", "sequence_length",
+    "num_positions", "total_batch_tokens", "max_steps", "learning_rate", "lr_schedule",
+    "warmup_steps", "final_lr_fraction", "weight_decay", "skip_loss_z", "skip_grad_z", "seed",
+    "token_order", "llm_c_micro_batch", "llm_c_processes", "overfit_batch", "precision",
+    "master_weights",
 )
-# Of these an empty value is left out of the recipe: runs started before the key came stay the same.
-LATER_KEYS = ("init_from",)
+# These values are left out of the recipe: a run started before the key came stays the same run.
+LATER_KEYS = {
+    "init_from": "", "branch_from": "", "num_positions": 0, "token_order": "shuffled",
+    "llm_c_micro_batch": 64, "llm_c_processes": 8, "overfit_batch": False, "master_weights": True,
+}
 # Speed, cadence, and logging: may change whenever a run is resumed.
 MACHINE_KEYS = (
-    "micro_batch", "gpus", "compile", "deterministic", "val_every_steps", "hellaswag",
-    "sample_every_steps", "sample_tokens", "checkpoint_every_steps", "keep_checkpoints",
-    "keep_every_steps", "stall_seconds", "export_steps",
+    "micro_batch", "gpus", "compile", "deterministic", "recompute", "val_every_steps",
+    "hellaswag", "sample_every_steps", "sample_tokens", "checkpoint_every_steps",
+    "keep_checkpoints", "keep_every_steps", "stall_seconds", "export_steps",
 )
 # fmt: on
 KINDS = {  # the schema's types in words
@@ -118,6 +126,8 @@ def resolve_runs(config: dict[str, Any], schema: dict[str, Any]) -> Catalogue:
         except ValueError as error:
             problems.append(str(error))
     problems += _start_problems(catalogue.runs)
+    problems += branch_problems(catalogue.runs)
+    note_branches(catalogue.runs)
     problems += _name_problems(config, catalogue)
     _raise_problems(problems)
     return catalogue
@@ -127,12 +137,17 @@ def is_kept(settings: dict[str, Any], step: int) -> bool:
     """Whether the checkpoint of a step is made and is still there when the run is complete."""
     machine, last = settings["machine"], settings["recipe"]["max_steps"]
     every, major = machine["checkpoint_every_steps"], machine["keep_every_steps"]
-    if step == last or step in machine["export_steps"]:
+    if step == last or step in kept_steps(machine):
         return True
     if not 0 < step < last or not every or step % every:
         return False
     is_major = major > 0 and step % major == 0
     return is_major or machine["keep_checkpoints"] == 0
+
+
+def kept_steps(machine: dict[str, Any]) -> set[int]:
+    """Steps whose checkpoints are made and never removed: of exports, and where runs branch off."""
+    return {*machine["export_steps"], *machine.get("branch_steps", ())}
 
 
 def start_file(init_from: str) -> str:
@@ -183,9 +198,9 @@ def check_frozen(settings: dict[str, Any], frozen: Path, manifest: Path) -> None
 
 
 def run_leaves(schema: dict[str, Any]) -> dict[str, Any]:
-    """Schema of each key that a run may state, without `extends`."""
+    """Schema of each key that a run has; `extends` and `model` stand for other ones."""
     leaves = schema["properties"]["runs"]["additionalProperties"]["properties"]
-    return {key: leaf for key, leaf in leaves.items() if key != "extends"}
+    return {key: leaf for key, leaf in leaves.items() if key not in ("extends", "model")}
 
 
 def _raise_problems(problems: Sequence[str]) -> None:
@@ -320,7 +335,13 @@ def _follow_extends(name: str, runs: dict[str, Any]) -> dict[str, Any]:
         chain.append(parent)
     merged: dict[str, Any] = {}
     for run in reversed(chain):
-        merged |= {key: value for key, value in runs[run].items() if key != "extends"}
+        entry = dict(runs[run])
+        entry.pop("extends", None)
+        model = entry.pop("model", None)
+        if model is not None and model not in MODELS:
+            raise ValueError(f"runs.{run}.model: no model {model!r}; known: {', '.join(MODELS)}")
+        merged |= keys_of_model(model) if model else {}
+        merged |= entry  # what the entry states itself counts more than its `model:`
     return merged
 
 
@@ -353,10 +374,12 @@ def _settings(
     if missing:
         raise ValueError(f"runs.{entry}: {', '.join(missing)} missing, here and where it extends")
     values = {key: _plain(values[key], leaves[key]) for key in leaves}
+    values["branch_from"] = with_step(values["branch_from"], values["max_steps"])
     problems = list(_cross_problems(values, datasets))
     if problems:
         raise ValueError("\n  ".join(f"runs.{entry}.{problem}" for problem in problems))
-    recipe = {key: values[key] for key in RECIPE_KEYS if values[key] or key not in LATER_KEYS}
+    later = {key for key, usual in LATER_KEYS.items() if values[key] == usual}
+    recipe = {key: values[key] for key in RECIPE_KEYS if key not in later}
     recipe["data"] = datasets[values["dataset"]]
     return {
         "run": run,
@@ -375,8 +398,18 @@ def _cross_problems(values: dict[str, Any], datasets: dict[str, Any]) -> Iterato
     if channels % heads:
         yield f"num_heads: {heads} heads cannot share {channels} channels equally"
     batch, length = values["total_batch_tokens"], values["sequence_length"]
+    if 0 < values["num_positions"] < length:
+        yield f"num_positions: {values['num_positions']} is less than sequence_length, {length}"
     if batch % length:
         yield f"total_batch_tokens: {batch} is no multiple of sequence_length, {length}"
+    if not values["master_weights"] and values["precision"] != "bf16":
+        yield "master_weights: false needs precision bf16"
+    sample = values["llm_c_micro_batch"] * values["llm_c_processes"] * length
+    if values["token_order"] == "llm.c" and batch % sample:
+        yield (
+            f"total_batch_tokens: {batch} is no multiple of {sample}, which llm.c reads at once: "
+            "llm_c_micro_batch * llm_c_processes * sequence_length"
+        )
     steps, warmup = values["max_steps"], values["warmup_steps"]
     if warmup > steps:
         yield f"warmup_steps: {warmup} is more than max_steps, {steps}"

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import record_function
 
-from miniseries import checkpoint, determinism, microbatch
+from miniseries import checkpoint, determinism, memory, microbatch
+from miniseries.branches import trunk_and_step
 from miniseries.choices import encode_questions
 from miniseries.distributed import (
     Interrupted,
@@ -32,11 +33,12 @@ from miniseries.journal import Journal, StepReport
 from miniseries.loader import Loader
 from miniseries.metrics import read_metrics, write_json
 from miniseries.model import GPT, GPTConfig, init_weights
-from miniseries.optimizer import ZScore, clip_gradients, make_optimizer
+from miniseries.optimizer import LossScale, RoundingAdamW, ZScore, clip_gradients, make_optimizer
 from miniseries.pretrained import load_start
 from miniseries.saver import Saver
-from miniseries.schedule import learning_rate_at
-from miniseries.scoring import choice_scores, validation_loss
+from miniseries.schedule import rate_of_recipe
+from miniseries.scoring import choice_scores, validation_loss, warm_up
+from miniseries.settings import LATER_KEYS, kept_steps
 from miniseries.shards import DOCUMENT_MARK, Manifest
 from miniseries.supervisor import STEP, STOPPED, Heartbeat
 
@@ -68,18 +70,15 @@ def attention_kernels(
     return sdpa_kernel(backends, set_priority=True)
 
 
-def model_config(recipe: dict[str, Any]) -> GPTConfig:
-    """The model's shape."""
-    shape = ("num_layers", "num_heads", "channels", "sequence_length")
-    return GPTConfig(*(recipe[key] for key in shape))
-
-
 def make_model(
     config: GPTConfig, recipe: dict[str, Any], machine: dict[str, Any], device: torch.device
 ) -> tuple[GPT, bool]:
     """A model on no device yet, with the formulas for this one; and whether it is compiled."""
     with torch.device("meta"):
         model = GPT(config)
+    if not recipe.get("master_weights", True):
+        model.to(torch.bfloat16)
+    model.recompute(machine["recompute"])
     compiled = device.type == "cuda" if machine["compile"] == "auto" else machine["compile"]
     if recipe["precision"] == "fp8" and not (compiled and device.type == "cuda"):
         raise ValueError("precision fp8 needs a GPU and machine.compile; set it to bf16")
@@ -112,7 +111,8 @@ class Trainer:
         folder: Path,
         world: World,
     ) -> None:
-        self.settings, self.recipe, self.machine = settings, settings["recipe"], settings["machine"]
+        self.settings, self.machine = settings, settings["machine"]
+        self.recipe = LATER_KEYS | settings["recipe"]
         self.manifest, self.folder, self.world = manifest, folder, world
         if self.machine["deterministic"]:
             determinism.enforce()
@@ -125,6 +125,7 @@ class Trainer:
         self._split_batch()
         self._build_model()
         self.loss_detector, self.norm_detector = ZScore(), ZScore()
+        self.loss_scale = LossScale() if self.recipe["precision"] == "fp16" else None
         self.wall_seconds_before = 0.0
         self.first_step = self._resume()
         self.steps_done = self.first_step
@@ -132,9 +133,7 @@ class Trainer:
         self.started = time.monotonic()
         self.loader = Loader(
             manifest.train_shards,
-            sequence_length=self.recipe["sequence_length"],
-            seed=self.recipe["seed"],
-            batch_windows=self.tokens_per_step // self.recipe["sequence_length"],
+            self.recipe,
             micro_batch=self.micro_batch,
             rank=world.rank,
             world_size=world.size,
@@ -157,7 +156,7 @@ class Trainer:
             self.notes.append(f"micro_batch {self.micro_batch}: {reason}")
 
     def _model_config(self) -> GPTConfig:
-        return model_config(self.recipe)
+        return GPTConfig.of_recipe(self.recipe)
 
     def _build_model(self) -> None:
         recipe, device = self.recipe, self.world.device
@@ -169,7 +168,9 @@ class Trainer:
         self.num_elements = sum(p.numel() for p in self.model.parameters())  # padding included
         shard_model(self.model, self.world, recipe["precision"])
         self.model.to_empty(device=device)
-        self.optimizer = make_optimizer(self.model, recipe["weight_decay"])
+        self.optimizer = make_optimizer(self.model, recipe["weight_decay"], recipe["seed"])
+        if self.compiled and isinstance(self.optimizer, RoundingAdamW):
+            self.optimizer.compile()
 
     def _resume(self) -> int:
         """Load the newest checkpoint, or draw fresh weights; returns the number of steps done."""
@@ -183,19 +184,28 @@ class Trainer:
         self.notes += [
             f"{problem}; it is put aside, and an older one is taken" for problem in problems
         ]
-        if state is None:
-            if start := self.settings.get("start"):
-                load_start(self.model, Path(start["path"]))
-            else:
-                init_weights(self.model, self.recipe["seed"])
-            return 0
-        if state["fingerprint"] != self.settings["fingerprint"]:
+        start = self.settings.get("start")
+        if state is not None:
+            return self._go_on_from(state, self.settings["fingerprint"])
+        if start and self.recipe["branch_from"]:
+            return self._branch_off(Path(start["path"]))
+        if start:
+            load_start(self.model, Path(start["path"]))
+        else:
+            init_weights(self.model, self.recipe["seed"])
+        return 0
+
+    def _go_on_from(self, state: dict[str, Any], fingerprint: str) -> int:
+        """Take over what a checkpoint holds besides the weights and the optimizer."""
+        if state["fingerprint"] != fingerprint:
             raise ValueError(
                 f"the checkpoint of step {state['step']} belongs to other settings than "
                 f"{self.folder / 'settings.json'}; give the new settings a run name of their own"
             )
         self.loss_detector.load_state_dict(state["loss_detector"])
         self.norm_detector.load_state_dict(state["norm_detector"])
+        if self.loss_scale:
+            self.loss_scale.load_state_dict(state["loss_scale"])
         self.wall_seconds_before = state["wall_seconds"]
         for key, now in (("world_size", self.world.size), ("micro_batch", self.micro_batch)):
             if state[key] != now:
@@ -204,6 +214,24 @@ class Trainer:
                     "batches, and losses equal but for rounding"
                 )
         return state["step"]
+
+    def _branch_step(self) -> int:
+        """First step that this run trains itself."""
+        found = trunk_and_step(self.recipe)
+        return found[1] if found else 0
+
+    def _branch_off(self, marker: Path) -> int:
+        """Begin as the trunk was at the step of a marker, optimizer and all."""
+        folder, trunk = checkpoint.read_marker(marker)
+        if trunk["data_fingerprint"] != self.settings["data_fingerprint"]:
+            raise ValueError(
+                f"{folder}: this run's trunk was trained on other tokens; bring those back, or "
+                "train the trunk again under another name"
+            )
+        state = checkpoint.load_checkpoint(folder, self.model, self.optimizer)
+        step = self._go_on_from(state, trunk["fingerprint"])
+        self.wall_seconds_before = 0.0  # the trunk counts its own time
+        return step
 
     def _make_journal(self) -> Journal:
         peak = peak_tflops(self.world.device)
@@ -233,9 +261,10 @@ class Trainer:
         resolved["attention"] = self.model.formulas.attention_name
         run = {"run": self.settings["run"]}
         self.journal.table(run | self.recipe | self.machine | resolved | versions)
+        self.buffers = memory.buffers(self.model, self.optimizer, self.recipe["precision"])
         self.journal.sizes(
             num_elements=self.num_elements,
-            element_bytes=2 if self.recipe["precision"] in ("bf16", "fp8") else 4,
+            buffers=self.buffers,
             processes=self.world.size,
             micro_batch=self.micro_batch,
             sequence_length=self.recipe["sequence_length"],
@@ -243,7 +272,12 @@ class Trainer:
         )
         for note in self.notes:
             self.journal.say(note)
+        length, positions = self.recipe["sequence_length"], self.model.config.positions
+        if length < positions:
+            self.journal.say(f"warning: positions {length} to {positions - 1} are not trained")
         self.journal.start(
+            branch_from=self.recipe["branch_from"] or None,
+            val_tokens=min(self.manifest.val_tokens, self.manifest.num_val_tokens),
             fingerprint=self.settings["fingerprint"],
             world_size=self.world.size,
             device=device.type,
@@ -265,32 +299,38 @@ class Trainer:
             ValueError: loss or gradient is not finite; the weights are untouched.
         """
         start = time.perf_counter()
+        scale = self.loss_scale.value if self.loss_scale else 1.0
         loss_sum = torch.zeros((), device=self.world.device)
+        batch_hash = torch.zeros((), dtype=torch.int64, device=self.world.device)
         for micro_step in range(self.grad_accum_steps):
             self._go_on()  # or drop what there is of this step
             set_last_micro_step(self.model, micro_step == self.grad_accum_steps - 1)
             with record_function("data"):  # the ranges that profiles are cut by
                 tokens, targets = self.loader.micro_batch_at(step, micro_step)
+                batch_hash += self.loader.hash_of(micro_step, tokens, targets)
             with record_function("forward"):
-                loss = self.model(tokens, targets) / self.grad_accum_steps
+                loss = self.model(tokens, targets, "mean", scale) / self.grad_accum_steps
             with record_function("backward"):
                 loss.backward()
             loss_sum += loss.detach()
             self._pace()
         with record_function("clip"):
-            norm = clip_gradients(self.model, self.world.mesh.get_group("shard"))
+            norm = clip_gradients(self.model, self.world.mesh.get_group("shard"), scale)
         dist.all_reduce(loss_sum)
+        dist.all_reduce(batch_hash)
         loss, norm = torch.stack(
             [loss_sum / self.world.size, norm]
         ).tolist()  # waits for the device
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        overflowed = self._overflowed(loss, norm)
+        if not ((math.isfinite(loss) and math.isfinite(norm)) or overflowed):
             raise ValueError(
                 f"step {step}: loss {loss}, gradient norm {norm}; stopped before this update, so "
                 f"the checkpoints in {self.folder / 'checkpoints'} are sound"
             )
         loss_z, grad_z = self.loss_detector.update(loss), self.norm_detector.update(norm)
-        learning_rate = self._learning_rate(step)
-        skipped = self._is_outlier("loss", loss_z) or self._is_outlier("grad", grad_z)
+        learning_rate = rate_of_recipe(self.recipe, step)
+        skipped = overflowed
+        skipped = skipped or self._is_outlier("loss", loss_z) or self._is_outlier("grad", grad_z)
         if not skipped:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
@@ -302,17 +342,21 @@ class Trainer:
         seconds = time.perf_counter() - start
         self.steps_done = step + 1
         self.heartbeat.beat(STEP)
-        return StepReport(step, loss, norm, loss_z, grad_z, learning_rate, seconds, skipped)
-
-    def _learning_rate(self, step: int) -> float:
-        return learning_rate_at(
-            step,
-            peak=self.recipe["learning_rate"],
-            schedule=self.recipe["lr_schedule"],
-            warmup_steps=self.recipe["warmup_steps"],
-            max_steps=self.max_steps,
-            final_fraction=self.recipe["final_lr_fraction"],
+        reserved = memory.peak(self.world.device)["reserved"]
+        batch = f"{batch_hash.item() % (1 << 64):016x}"
+        return StepReport(
+            step, loss, norm, loss_z, grad_z, learning_rate, seconds, skipped, reserved, batch
         )
+
+    def _overflowed(self, loss: float, norm: float) -> bool:
+        """Whether fp16 could not hold this step's gradients; the loss scale follows."""
+        if self.loss_scale is None or not math.isfinite(loss):
+            return False
+        before, overflowed = self.loss_scale.value, not math.isfinite(norm)
+        self.loss_scale.update(overflowed)
+        if overflowed:
+            self.journal.say(f"skipping update due to overflow with loss scale {before:g}")
+        return overflowed
 
     def _is_outlier(self, name: str, z: float) -> bool:
         """True when the update is to be skipped; NaN compares false: a short window never skips."""
@@ -324,10 +368,20 @@ class Trainer:
 
     # ---- evaluation and saving ----------------------------------------------------------
 
+    def _shared_work(self) -> dict[str, Any]:
+        """How all ranks score together, as `scoring` takes it."""
+        shared = {"micro_batch": self.micro_batch, "device": self.world.device}
+        return shared | {"rank": self.world.rank, "world_size": self.world.size}
+
+    def warm_up(self) -> None:
+        """Compile for evaluations, and take their memory, before the first step."""
+        if self.compiled:
+            warm_up(self.model, self.questions, **self._shared_work())
+            self.draw_text()
+
     def evaluate(self, step: int) -> float:
         """Validation loss and, unless weights are still random, HellaSwag; ranks share the work."""
-        shared: dict[str, Any] = {"micro_batch": self.micro_batch, "device": self.world.device}
-        shared |= {"rank": self.world.rank, "world_size": self.world.size}
+        shared = self._shared_work()
         progress = functools.partial(self._go_on, "validation")
         scores = validation_loss(self.model, self.manifest, **shared, progress=progress)
         val_loss = scores["val_loss_nats"]
@@ -339,8 +393,8 @@ class Trainer:
         return val_loss
 
     @torch.no_grad()
-    def sample(self, step: int) -> None:
-        """One text of `sample_tokens` tokens that begins a new document; same seed, same text."""
+    def draw_text(self) -> str:
+        """`sample_tokens` tokens that begin a new document; the same seed draws the same text."""
         generator = torch.Generator().manual_seed(self.recipe["seed"])
         tokens = torch.tensor([[DOCUMENT_MARK]], device=self.world.device)
         # growing lengths would compile again and again
@@ -352,7 +406,7 @@ class Trainer:
                 following = torch.multinomial(probabilities, 1, generator=generator)
                 tokens = torch.cat([tokens, following.to(tokens.device)[None]], dim=1)
         reshard(self.model)
-        self.journal.samples(step, gpt2_encoding().decode(tokens[0, 1:].tolist()))
+        return gpt2_encoding().decode(tokens[0, 1:].tolist())
 
     def wall_seconds(self) -> float:
         """Time of this run so far, over all resumes."""
@@ -369,6 +423,7 @@ class Trainer:
             "recipe": self.recipe,
             "loss_detector": self.loss_detector.state_dict(),
             "norm_detector": self.norm_detector.state_dict(),
+            "loss_scale": self.loss_scale.state_dict() if self.loss_scale else None,
             "wall_seconds": self.wall_seconds(),
             "world_size": self.world.size,
             "micro_batch": self.micro_batch,
@@ -399,7 +454,7 @@ class Trainer:
     def _rotate(self) -> None:
         """Remove checkpoints that need not be kept."""
         keep, keep_every = self.machine["keep_checkpoints"], self.machine["keep_every_steps"]
-        checkpoint.rotate(self.folder, keep, keep_every, set(self.machine["export_steps"]))
+        checkpoint.rotate(self.folder, keep, keep_every, kept_steps(self.machine))
 
     # ---- the loop -----------------------------------------------------------------------
 
@@ -408,7 +463,7 @@ class Trainer:
 
     def _saves_at(self, step: int) -> bool:
         due = self._due(step, self.machine["checkpoint_every_steps"])
-        return due or step in self.machine["export_steps"]
+        return due or step in kept_steps(self.machine)
 
     def _pace(self) -> None:
         """Queue at most two micro-steps on the GPU, so that a stop never waits for a whole step."""
@@ -446,20 +501,26 @@ class Trainer:
     def _run(self) -> float:
         self.announce()
         self.saver.prepare()
+        self.warm_up()
         val_loss = math.nan
         for step in range(self.first_step, self.max_steps + 1):
-            if self._due(step, self.machine["val_every_steps"]):
-                val_loss = self.evaluate(step)
-            if step > 0 and self._due(step, self.machine["sample_every_steps"]):
-                self.sample(step)
+            if self._due(step, every := self.machine["val_every_steps"]):
+                with self.journal.pausing("evaluation", every):
+                    val_loss = self.evaluate(step)
+            if step > 0 and self._due(step, every := self.machine["sample_every_steps"]):
+                with self.journal.pausing("sample", every):
+                    self.journal.samples(step, self.draw_text())
             if step == self.max_steps:
                 if step == 0:  # nothing to train: the weights of `init_from` are the result
                     self.save(step)
                 break
             self.journal.step(self.train_step(step))
             self._note_saved()
+            if step == self.first_step:
+                self.journal.memory(step, memory.report(self.buffers, self.world.device))
             if self._saves_at(step + 1):
-                self.save(step + 1)
+                with self.journal.pausing("save", self.machine["checkpoint_every_steps"]):
+                    self.save(step + 1)
         self.wait_for_save()
         return val_loss
 
@@ -491,5 +552,8 @@ class Trainer:
             "files": checkpoint.describe_files(folder, self.folder, self.heartbeat.beat),
             "val_loss_nats": val_loss,
             "wall_seconds": self.wall_seconds(),
+            "tokens_seen": self.max_steps * self.tokens_per_step,
+            "unique_tokens": self.loader.tokens_per_epoch,
+            "trained_tokens": (self.max_steps - self._branch_step()) * self.tokens_per_step,
         }
         write_json(done, content)

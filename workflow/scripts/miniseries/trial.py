@@ -9,8 +9,8 @@ import torch
 from miniseries.distributed import COMPUTE_DTYPES
 from miniseries.metrics import read_json
 from miniseries.microbatch import powers_of_two, remember, windows_per_process
-from miniseries.model import VOCAB_SIZE
-from miniseries.trainer import attention_kernels, make_model, model_config
+from miniseries.model import VOCAB_SIZE, GPTConfig
+from miniseries.trainer import attention_kernels, make_model
 
 HEADROOM = 0.04  # of the GPU's memory: for collectives, fragments, and the odd temporary
 # Bytes a parameter that a run keeps besides what the trial's plain model has: its part of fp32
@@ -60,7 +60,7 @@ def _two_micro_steps(
 ) -> None:
     """Forward and backward of the model as it is before it is sharded, beside a dead weight."""
     recipe = settings["recipe"]
-    model, _ = make_model(model_config(recipe), recipe, settings["machine"], device)
+    model, _ = make_model(GPTConfig.of_recipe(recipe), recipe, settings["machine"], device)
     model.to(COMPUTE_DTYPES[recipe["precision"]] or torch.float32)
     model.to_empty(device=device)
     for parameter in model.parameters():

@@ -1,0 +1,75 @@
+import time
+
+import pytest
+import torch
+
+from miniseries import memory
+from miniseries.journal import Journal
+from miniseries.metrics import read_metrics
+from miniseries.model import GPT, GPTConfig
+from miniseries.optimizer import make_optimizer
+
+MIB = 1 << 20
+
+
+def make_journal(folder, **changes):
+    values = {"is_main": True, "first_step": 0, "max_steps": 1000, "tokens_per_step": 100}
+    values |= {"tokens_per_epoch": 1000, "flops_per_token": 6.0, "peak_flops": None}
+    return Journal(folder, **(values | changes))
+
+
+def test_the_time_left_counts_the_evaluations_and_saves_to_come(tmp_path):
+    journal = make_journal(tmp_path)
+    assert journal.seconds_left(100, 2.0) == 1800
+    journal.pauses = {"evaluation": (250, 60.0), "sample": (0, 7.0), "save": (300, 10.0)}
+    # evaluations at 250, 500, 750, 1000; a sample at the end; saves at 300, 600, 900, 1000
+    assert journal.seconds_left(100, 2.0) == 1800 + 4 * 60 + 7 + 4 * 10
+    assert journal.seconds_left(250, 2.0) == 1500 + 3 * 60 + 7 + 4 * 10
+    assert journal.seconds_left(999, 2.0) == 2 + 60 + 7 + 10
+
+
+def test_the_time_left_is_right_within_5_percent_after_100_steps(tmp_path):
+    """A run of 1,000 steps of 1 ms with an evaluation of 20 ms every 100, on a clock of its own."""
+    journal = make_journal(tmp_path)
+    clock, ends = 0.0, []
+    for step in range(1000):
+        if step % 100 == 0:
+            clock += 0.020
+            journal.pauses["evaluation"] = (100, 0.020)
+        clock += 0.001
+        ends.append(clock + journal.seconds_left(step + 1, 0.001))
+    clock += 0.020
+    assert all(end == pytest.approx(clock, rel=0.05) for end in ends[100:])
+
+
+def test_a_pause_is_measured(tmp_path):
+    journal = make_journal(tmp_path)
+    with journal.pausing("save", 50):
+        time.sleep(0.05)
+    every, seconds = journal.pauses["save"]
+    assert every == 50 and 0.05 <= seconds < 5
+
+
+def test_buffers_are_those_of_the_model_and_the_optimizer(tmp_path, capsys):
+    model = GPT(GPTConfig(2, 2, 64, 32))
+    num_elements = sum(p.numel() for p in model.parameters())
+    found = memory.buffers(model, make_optimizer(model, 0.1), "bf16")
+    assert found["parameters"] * MIB == 2 * num_elements
+    for name in ("gradients", "adamw_m", "adamw_v", "master_copy"):
+        assert found[name] * MIB == 4 * num_elements, name
+    rounded = model.bfloat16()
+    less = memory.buffers(rounded, make_optimizer(rounded, 0.1), "bf16")
+    assert less["master_copy"] is None
+    saved = sum(v or 0 for v in found.values()) - sum(v or 0 for v in less.values())
+    assert saved * MIB == 4 * num_elements  # 2 of the weights, 2 of the gradients
+    journal = make_journal(tmp_path)
+    split = {"processes": 1, "micro_batch": 4, "sequence_length": 32, "grad_accum_steps": 2}
+    journal.sizes(num_elements=num_elements, buffers=found, **split)
+    journal.memory(0, memory.report(found, torch.device("cpu")))
+    said = capsys.readouterr().out
+    assert f"num_parameters: {num_elements} => bytes: {2 * num_elements}" in said
+    assert "allocating 13 MiB for AdamW optimizer state m" in said
+    assert "allocating 13 MiB for master copy of params" in said
+    (record,) = read_metrics(tmp_path / "metrics.jsonl")["memory"]
+    assert record["peak_mib"] > 13 and record["activations_mib"] is None
+    assert record["adamw_v_mib"] == pytest.approx(4 * num_elements / MIB)
