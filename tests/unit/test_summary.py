@@ -51,10 +51,12 @@ def table_of(results):
 
 def test_a_finished_run_has_its_figures_in_one_row(tmp_path):
     records = [train(0, 7.2, 90.0, 40.0, 6.0), train(1, 3.6, 110.0, 50.0, 4.0), DONE]
+    records.append({"kind": "start", "step": 0, "unique_tokens": 1600})
     make_run(tmp_path, "a", [*records, val(0, 11.0), val(1, 3.2), val(2, 3.0), score(2, 3000)])
     row = table_of(tmp_path).loc[0]
     assert (row["run"], row["status"], row["data_set"]) == ("a", "finished", "FineWeb-Edu")
     assert (row["step"], row["max_steps"], row["tokens_seen"]) == ("2", "2", "2000")
+    assert (row["unique_tokens"], row["epochs"]) == ("1600", "1.25")
     assert (row["num_parameters"], row["tokens_per_step"]) == ("124439808", "1000")
     assert (row["tokens_per_second"], row["mfu_percent"]) == ("100.0", "45.0")
     assert row["train_hours"] == "0.003"  # 10.8 s
