@@ -81,6 +81,25 @@ def out_of_memory() -> None:
     Trainer.train_step = greedy
 
 
+def greedy() -> None:
+    """Real memory runs out at step 5 with more than 32 sequences at a time."""
+    import torch
+
+    from miniseries.trainer import Trainer
+
+    train_step = Trainer.train_step
+
+    def taking_all(self, step):
+        if step == 5 and self.micro_batch > 32:
+            free, _ = torch.cuda.mem_get_info()
+            self.hoard = torch.empty(free - (512 << 20), dtype=torch.uint8, device="cuda")
+            torch.cuda.empty_cache()
+            self.more = torch.empty(free, dtype=torch.uint8, device="cuda")
+        return train_step(self, step)
+
+    Trainer.train_step = taking_all
+
+
 def note_batches(file: Path) -> None:
     """Write down a hash of each row of tokens and targets that the model is trained on."""
     import hashlib
@@ -120,6 +139,8 @@ elif FAULT == "slow save":
     slow_save()
 elif FAULT == "out of memory":
     out_of_memory()
+elif FAULT == "greedy":
+    greedy()
 if os.environ.get("COLLECTIVE_SECONDS") and RANK >= 0:
     from datetime import timedelta
 

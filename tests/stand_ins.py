@@ -85,6 +85,8 @@ def make_settings(path: Path, **changes: Any) -> Path:
         "weight_decay": 0.1,
         "skip_loss_z": 0.0,
         "skip_grad_z": 0.0,
+        "divergence_z": 0.0,
+        "rollback_skip_steps": 0,
         "seed": 42,
         "token_order": "shuffled",
         "llm_c_micro_batch": 2,
@@ -107,6 +109,7 @@ def make_settings(path: Path, **changes: Any) -> Path:
         "checkpoint_every_steps": 4,
         "keep_checkpoints": 0,
         "keep_every_steps": 0,
+        "ranges_every_steps": 5,
         "stall_seconds": 300,
         "export_steps": [],
     }

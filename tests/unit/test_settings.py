@@ -47,6 +47,8 @@ FROZEN_RUN_KEYS = [
     "weight_decay",
     "skip_loss_z",
     "skip_grad_z",
+    "divergence_z",
+    "rollback_skip_steps",
     "seed",
     "token_order",
     "llm_c_micro_batch",
@@ -66,6 +68,7 @@ FROZEN_RUN_KEYS = [
     "checkpoint_every_steps",
     "keep_checkpoints",
     "keep_every_steps",
+    "ranges_every_steps",
     "stall_seconds",
     "export_steps",
 ]

@@ -7,6 +7,7 @@ OUTPUTS:
     results/train/{run}/done.json          the run is complete
     results/train/{run}/saved/{step}.json  a checkpoint is complete
     results/weights/{repository}/          a GPT-2 of the hub to start from
+    results/replay/{run}@{step}.json       whether a step gives the same bits twice
 Everything else in results/train/{run} (checkpoints, metrics.jsonl, logs) stays undeclared: Snakemake
 deletes what a failed or repeated job declares.
 """
@@ -66,6 +67,31 @@ checkpoint train:
             --questions {input.questions:q} {params.start:q} \
             --folder {params.folder:q} \
             --done {output.done:q} 2> >(tee -i {log:q} >&2)
+        """
+
+
+rule replay:
+    """Do one step of a run twice and compare all bits: is it the hardware, or the batch?"""
+    output:
+        verdict="results/replay/{run}@{step}.json",
+    log:
+        "results/logs/replay/{run}@{step}.log",
+    conda:
+        "../envs/miniseries.yaml"
+    threads: 64
+    resources:
+        gpu_slot=1,
+    params:
+        python=interpreter,
+        folder="results/train/{run}",
+        manifest=lambda wildcards, output: manifest_path(wildcards.run),
+    shell:
+        r"""
+        {params.python:q} workflow/scripts/replay_step.py \
+            --folder {params.folder:q} \
+            --manifest {params.manifest:q} \
+            --step {wildcards.step:q} \
+            --output {output.verdict:q} 2> >(tee -i {log:q} >&2)
         """
 
 

@@ -154,6 +154,12 @@ def load_newest(
     return None, []
 
 
+def pin(run_folder: Path, steps: list[int]) -> None:
+    """Keep these checkpoints for good, whatever `rotate` is asked to keep."""
+    for step in steps:
+        (checkpoint_folder(run_folder, step) / "pinned").touch()
+
+
 def forget(run_folder: Path, step: int, aside: str = "") -> None:
     """Take a checkpoint away: delete it, or keep it under a name that nothing looks for."""
     folder = checkpoint_folder(run_folder, step)

@@ -151,6 +151,23 @@ def launch(
         _until_complete(command, run)
 
 
+def launch_replay(folder: Path, manifest: Path, step: int, output: Path) -> None:
+    """Do one step of a run twice, on as many processes as the run would take now.
+
+    Raises:
+        ValueError: there is no such run.
+        SystemExit: it failed, and has said why; or a signal came.
+    """
+    with Ears() as ears:
+        settings = read_json(folder / "settings.json")
+        run = LocalRun(settings, folder, *local_processes(settings["machine"]["gpus"]), ears)
+        command = [sys.executable, str(Path(sys.argv[0]).resolve()), "--folder", str(folder)]
+        command += ["--manifest", str(manifest), "--step", str(step), "--output", str(output)]
+        outcome = run.start(command, run.processes)
+        if any(outcome.codes):
+            raise SystemExit(STOPPED if ears.heard else REFUSED)
+
+
 def _try_micro_batches(command: list[str], run: LocalRun) -> None:
     """Find out what `micro_batch: auto` is here, in a process of its own, unless it is known.
 

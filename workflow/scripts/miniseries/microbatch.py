@@ -11,7 +11,7 @@ from miniseries.metrics import read_json, write_json
 ON_CPU = 8  # sequences for `auto` without a GPU; more bring a CPU nothing
 RECORD = "micro_batch.json"
 # What decides how much memory a sequence takes, besides the recipe, which never changes
-DECIDED_BY = ("micro_batch", "compile", "deterministic")
+DECIDED_BY = ("micro_batch", "compile", "deterministic", "recompute")
 
 
 def windows_per_process(recipe: dict[str, Any], processes: int) -> int:

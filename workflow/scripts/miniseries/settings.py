@@ -26,20 +26,22 @@ from miniseries.shapes import MODELS, keys_of_model
 RECIPE_KEYS = (
     "dataset", "init_from", "branch_from", "num_layers", "num_heads", "channels", "sequence_length",
     "num_positions", "total_batch_tokens", "max_steps", "learning_rate", "lr_schedule",
-    "warmup_steps", "final_lr_fraction", "weight_decay", "skip_loss_z", "skip_grad_z", "seed",
-    "token_order", "llm_c_micro_batch", "llm_c_processes", "overfit_batch", "precision",
-    "master_weights",
+    "warmup_steps", "final_lr_fraction", "weight_decay", "skip_loss_z", "skip_grad_z",
+    "divergence_z", "rollback_skip_steps", "seed", "token_order", "llm_c_micro_batch",
+    "llm_c_processes", "overfit_batch", "precision", "master_weights",
 )
 # These values are left out of the recipe: a run started before the key came stays the same run.
 LATER_KEYS = {
     "init_from": "", "branch_from": "", "num_positions": 0, "token_order": "shuffled",
     "llm_c_micro_batch": 64, "llm_c_processes": 8, "overfit_batch": False, "master_weights": True,
+    "divergence_z": 0.0, "rollback_skip_steps": 0,
 }
 # Speed, cadence, and logging: may change whenever a run is resumed.
 MACHINE_KEYS = (
     "micro_batch", "gpus", "compile", "deterministic", "recompute", "val_every_steps",
     "hellaswag", "sample_every_steps", "sample_tokens", "checkpoint_every_steps",
-    "keep_checkpoints", "keep_every_steps", "stall_seconds", "export_steps",
+    "keep_checkpoints", "keep_every_steps", "ranges_every_steps", "stall_seconds",
+    "export_steps",
 )
 # fmt: on
 KINDS = {  # the schema's types in words

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import time
 from collections import deque
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import record_function
 
-from miniseries import checkpoint, determinism, memory, microbatch
+from miniseries import checkpoint, determinism, memory, microbatch, ranges
 from miniseries.branches import trunk_and_step
 from miniseries.choices import encode_questions
 from miniseries.distributed import (
@@ -29,6 +30,13 @@ from miniseries.distributed import (
     shard_model,
 )
 from miniseries.encode import gpt2_encoding
+from miniseries.guards import (
+    MAX_ROLLBACKS,
+    NUM_PINNED,
+    Diverged,
+    DivergenceDetector,
+    Rollbacks,
+)
 from miniseries.journal import Journal, StepReport
 from miniseries.loader import Loader
 from miniseries.metrics import read_metrics, write_json
@@ -126,9 +134,11 @@ class Trainer:
         self._build_model()
         self.loss_detector, self.norm_detector = ZScore(), ZScore()
         self.loss_scale = LossScale() if self.recipe["precision"] == "fp16" else None
+        self.divergence = DivergenceDetector(self.recipe["divergence_z"])
+        self.rollbacks = Rollbacks(folder)
         self.wall_seconds_before = 0.0
         self.first_step = self._resume()
-        self.steps_done = self.first_step
+        self.steps_done = self.kept_step = self.first_step
         self.saver = Saver(folder, self.model, self.optimizer, world, self._rotate)
         self.started = time.monotonic()
         self.loader = Loader(
@@ -202,10 +212,7 @@ class Trainer:
                 f"the checkpoint of step {state['step']} belongs to other settings than "
                 f"{self.folder / 'settings.json'}; give the new settings a run name of their own"
             )
-        self.loss_detector.load_state_dict(state["loss_detector"])
-        self.norm_detector.load_state_dict(state["norm_detector"])
-        if self.loss_scale:
-            self.loss_scale.load_state_dict(state["loss_scale"])
+        self._load_detectors(state)
         self.wall_seconds_before = state["wall_seconds"]
         for key, now in (("world_size", self.world.size), ("micro_batch", self.micro_batch)):
             if state[key] != now:
@@ -232,6 +239,13 @@ class Trainer:
         step = self._go_on_from(state, trunk["fingerprint"])
         self.wall_seconds_before = 0.0  # the trunk counts its own time
         return step
+
+    def _load_detectors(self, state: dict[str, Any]) -> None:
+        self.loss_detector.load_state_dict(state["loss_detector"])
+        self.norm_detector.load_state_dict(state["norm_detector"])
+        self.divergence.load_state_dict(state["divergence"])
+        if self.loss_scale:
+            self.loss_scale.load_state_dict(state["loss_scale"])
 
     def _make_journal(self) -> Journal:
         peak = peak_tflops(self.world.device)
@@ -296,7 +310,7 @@ class Trainer:
         """Forward, backward and update on global batch `step`.
 
         Raises:
-            ValueError: loss or gradient is not finite; the weights are untouched.
+            Diverged: loss or gradient left its course; this step has not touched the weights.
         """
         start = time.perf_counter()
         scale = self.loss_scale.value if self.loss_scale else 1.0
@@ -306,7 +320,8 @@ class Trainer:
             self._go_on()  # or drop what there is of this step
             set_last_micro_step(self.model, micro_step == self.grad_accum_steps - 1)
             with record_function("data"):  # the ranges that profiles are cut by
-                tokens, targets = self.loader.micro_batch_at(step, micro_step)
+                batch = self.rollbacks.batch_of(step)
+                tokens, targets = self.loader.micro_batch_at(batch, micro_step)
                 batch_hash += self.loader.hash_of(micro_step, tokens, targets)
             with record_function("forward"):
                 loss = self.model(tokens, targets, "mean", scale) / self.grad_accum_steps
@@ -322,12 +337,10 @@ class Trainer:
             [loss_sum / self.world.size, norm]
         ).tolist()  # waits for the device
         overflowed = self._overflowed(loss, norm)
-        if not ((math.isfinite(loss) and math.isfinite(norm)) or overflowed):
-            raise ValueError(
-                f"step {step}: loss {loss}, gradient norm {norm}; stopped before this update, so "
-                f"the checkpoints in {self.folder / 'checkpoints'} are sound"
-            )
+        if not overflowed:
+            self.divergence.check_finite(step, loss, norm)
         loss_z, grad_z = self.loss_detector.update(loss), self.norm_detector.update(norm)
+        self.divergence.check_course(step, loss_z)
         learning_rate = rate_of_recipe(self.recipe, step)
         skipped = overflowed
         skipped = skipped or self._is_outlier("loss", loss_z) or self._is_outlier("grad", grad_z)
@@ -408,6 +421,17 @@ class Trainer:
         reshard(self.model)
         return gpt2_encoding().decode(tokens[0, 1:].tolist())
 
+    def measure_ranges(self, step: int) -> None:
+        """Record how large weights and activations are, layer by layer."""
+        start = time.monotonic()
+        weights = ranges.weight_ranges(self.model, self.world.mesh.get_group("shard"))
+        tokens, _ = self.loader.micro_batch_at(self.rollbacks.batch_of(step), 0)
+        activations = ranges.activation_ranges(self.model, tokens[:1])
+        found = {"weights": weights, "activations": activations}
+        self.journal.record("ranges", step, **found, seconds=time.monotonic() - start)
+        for sentence in ranges.alarms(weights):
+            self.journal.say(f"warning: {sentence}")
+
     def wall_seconds(self) -> float:
         """Time of this run so far, over all resumes."""
         return self.wall_seconds_before + time.monotonic() - self.started
@@ -424,11 +448,13 @@ class Trainer:
             "loss_detector": self.loss_detector.state_dict(),
             "norm_detector": self.norm_detector.state_dict(),
             "loss_scale": self.loss_scale.state_dict() if self.loss_scale else None,
+            "divergence": self.divergence.state_dict(),
             "wall_seconds": self.wall_seconds(),
             "world_size": self.world.size,
             "micro_batch": self.micro_batch,
         }
         self.saver.start(step, state)
+        self.kept_step = step
         self.seconds_waited = time.monotonic() - start
 
     def wait_for_save(self) -> None:
@@ -492,7 +518,8 @@ class Trainer:
             SystemExit: a signal came; the last whole step is saved.
         """
         try:
-            self.stop_flag.watch(lambda: self.steps_done > self.first_step)
+            # before the first step is done there is nothing to save, but much to compile
+            self.stop_flag.watch(lambda: self.steps_done != self.first_step)
             return self._run()
         except Interrupted:
             self.stop()
@@ -502,8 +529,11 @@ class Trainer:
         self.announce()
         self.saver.prepare()
         self.warm_up()
-        val_loss = math.nan
-        for step in range(self.first_step, self.max_steps + 1):
+        val_loss, step = math.nan, self.first_step
+        while True:
+            every = self.machine["ranges_every_steps"]
+            if every and step % every == 0:
+                self.measure_ranges(step)
             if self._due(step, every := self.machine["val_every_steps"]):
                 with self.journal.pausing("evaluation", every):
                     val_loss = self.evaluate(step)
@@ -514,20 +544,62 @@ class Trainer:
                 if step == 0:  # nothing to train: the weights of `init_from` are the result
                     self.save(step)
                 break
-            self.journal.step(self.train_step(step))
+            try:
+                self.journal.step(self.train_step(step))
+            except Diverged as divergence:
+                step = self._roll_back(step, divergence)
+                continue
+            step += 1
             self._note_saved()
-            if step == self.first_step:
-                self.journal.memory(step, memory.report(self.buffers, self.world.device))
-            if self._saves_at(step + 1):
+            if step == self.first_step + 1:
+                self.journal.memory(step - 1, memory.report(self.buffers, self.world.device))
+            if self._saves_at(step):
                 with self.journal.pausing("save", self.machine["checkpoint_every_steps"]):
-                    self.save(step + 1)
+                    self.save(step)
         self.wait_for_save()
         return val_loss
+
+    def _roll_back(self, step: int, divergence: Diverged) -> int:
+        """Pin the last sound checkpoints, go back to the newest, and skip what led astray.
+
+        Returns:
+            The step to go on with.
+
+        Raises:
+            ValueError: it is not asked for, not possible, or was done too often.
+        """
+        reshard(self.model)
+        self.optimizer.zero_grad()
+        self.wait_for_save()
+        dist.barrier()  # the main process has given the newest one its final name
+        saved = checkpoint.saved_steps(self.folder)
+        sound = [s for s in saved if s <= divergence.since]
+        if self.world.is_main:
+            checkpoint.pin(self.folder, sound[-NUM_PINNED:])
+        pinned = f"checkpoints kept for good: {sound[-NUM_PINNED:]}"
+        self.journal.record("divergence", step, reason=str(divergence), pinned=sound[-NUM_PINNED:])
+        more = self.recipe["rollback_skip_steps"]
+        if not (more and sound and len(self.rollbacks.done) < MAX_ROLLBACKS):
+            self.journal.close()
+            raise ValueError(f"{divergence}; {pinned}") from None
+        self.kept_step = self.steps_done = back_to = sound[-1]
+        if self.world.is_main:
+            for later in saved[len(sound) :]:
+                checkpoint.forget(self.folder, later)
+        folder = checkpoint.checkpoint_folder(self.folder, back_to)
+        self._load_detectors(checkpoint.load_checkpoint(folder, self.model, self.optimizer))
+        rollback = self.rollbacks.plan(step, back_to, more)
+        self.rollbacks.note(rollback, write=self.world.is_main)
+        self.journal.record("rollback", back_to, **asdict(rollback))
+        skipped = rollback.batches_skipped
+        self.journal.say(f"{divergence}; {pinned}")
+        self.journal.say(f"going back to step {back_to} and on without the next {skipped} batches")
+        return back_to
 
     def stop(self) -> None:
         """Save the last whole step, if there is one that is not saved yet."""
         step = self.steps_done
-        if step > self.first_step:
+        if step != self.kept_step:
             reshard(self.model)
             self.save(step)
         self.wait_for_save()

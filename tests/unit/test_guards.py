@@ -1,0 +1,183 @@
+"""Divergence and the way back, ranges of weights and activations, a step done twice."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from stand_ins import PROJECT, losses, make_dataset, make_settings, train_here
+
+from miniseries import guards, ranges, trainer
+from miniseries.checkpoint import checkpoint_folder, saved_steps
+from miniseries.distributed import start_world
+from miniseries.guards import DIVERGED_STEPS, Diverged, DivergenceDetector, Rollbacks
+from miniseries.launcher import freeze
+from miniseries.metrics import read_json, read_metrics
+from miniseries.shards import load_manifest
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def start(manifest):
+    """Makes trainers in this process."""
+
+    def make(folder, **changes):
+        settings = freeze(make_settings(folder / "in.json", **changes), manifest, folder)
+        return trainer.Trainer(settings, load_manifest(manifest), None, folder, start_world())
+
+    yield make
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def lead_astray(run, batches, poison=math.nan):
+    """Multiply the loss of these global batches; gives the batches in the order they were read."""
+    read, forward, fetch = [], run.model.forward, run.loader.micro_batch_at
+
+    def noting(batch, micro_step):
+        if micro_step == 0 and torch.is_grad_enabled():
+            read.append(batch)
+        return fetch(batch, micro_step)
+
+    def poisoned(*arguments, **more):
+        is_bad = read and read[-1] in batches and torch.is_grad_enabled()
+        return forward(*arguments, **more) * (poison if is_bad else 1.0)
+
+    run.loader.micro_batch_at, run.model.forward = noting, poisoned
+    return read
+
+
+def test_a_divergence_is_gone_back_from_and_its_batches_are_skipped(manifest, tmp_path, start):
+    run = start(tmp_path, rollback_skip_steps=2, keep_checkpoints=2, ranges_every_steps=0)
+    read = lead_astray(run, {9})
+    run.run()
+    # batch 9 was read at step 9; back to step 8, whose next batches, 8 to 11, are never used
+    assert read == [*range(10), 12, 13, 14, 15]
+    (event,) = read_metrics(tmp_path / "metrics.jsonl")["rollback"]
+    assert (event["found_at"], event["back_to"], event["batches_skipped"]) == (9, 8, 4)
+    assert saved_steps(tmp_path) == [4, 8, 12], "pinned ones stay although two are to be kept"
+    assert all((checkpoint_folder(tmp_path, step) / "pinned").exists() for step in (4, 8))
+    assert [step for step, _, _ in losses(tmp_path)] == list(range(12))
+    assert all(math.isfinite(value) for record in losses(tmp_path) for value in record)
+
+
+def test_what_was_skipped_stays_skipped_after_a_kill(tmp_path):
+    rollbacks = Rollbacks(tmp_path)
+    rollbacks.note(rollbacks.plan(found_at=9, back_to=8, more=2), write=True)
+    rollbacks.note(rollbacks.plan(found_at=20, back_to=16, more=10), write=True)
+    again = Rollbacks(tmp_path)
+    assert [again.batch_of(step) for step in (7, 8, 15, 16)] == [7, 12, 19, 35]
+
+
+def test_a_divergence_without_a_way_back_stops_the_run_and_pins(manifest, tmp_path, start):
+    run = start(tmp_path, keep_checkpoints=2)
+    lead_astray(run, {9}, math.inf)
+    with pytest.raises(ValueError, match=r"step 9: loss inf, .* kept for good: \[4, 8\]"):
+        run.run()
+    assert saved_steps(tmp_path) == [4, 8]
+    assert (checkpoint_folder(tmp_path, 8) / "pinned").exists()
+
+
+def test_a_run_that_diverges_wherever_it_goes_on_is_given_up(manifest, tmp_path, start):
+    run = start(tmp_path, rollback_skip_steps=1)
+    lead_astray(run, range(6, 1000))
+    with pytest.raises(ValueError, match="gradient norm"):
+        run.run()
+    assert len(read_json(tmp_path / guards.RECORD)) == guards.MAX_ROLLBACKS
+
+
+def test_a_loss_that_stays_high_is_a_divergence_since_its_first_step_and_a_spike_is_none():
+    detector = DivergenceDetector(limit=3.0)
+    for step, z in enumerate([0.0, 9.0, 1.0, 9.0, 9.0, 9.0, 9.0, math.nan]):
+        detector.check_course(step, z)
+    for step in range(8, 8 + DIVERGED_STEPS - 1):
+        detector.check_course(step, 4.0)
+    kept = detector.state_dict()
+    resumed = DivergenceDetector(limit=3.0)
+    resumed.load_state_dict(kept)
+    with pytest.raises(Diverged, match="steps 8 to 12: the loss is") as caught:
+        resumed.check_course(12, 4.0)
+    assert caught.value.since == 8
+    off = DivergenceDetector(limit=0.0)
+    for step in range(20):
+        off.check_course(step, 100.0)
+
+
+def test_ranges_are_those_of_each_layer_and_the_steps_stay_the_same(manifest, tmp_path, start):
+    run = start(tmp_path / "with", ranges_every_steps=3)
+    with torch.no_grad():
+        run.model.h[1].attn.c_attn.bias.to_local()[5] = -63.0
+    found = ranges.weight_ranges(run.model, run.world.mesh.get_group("shard"))
+    assert found["absmax"]["attn.c_attn.bias"] == [0.0, 63.0]
+    bias = run.model.h[1].attn.c_attn.bias.to_local()
+    expected = [0.0, bias.square().mean().sqrt().item()]
+    assert found["rms"]["attn.c_attn.bias"] == pytest.approx(expected)
+    assert len(found["rms"]["wte.weight"]) == 1
+    (alarm,) = ranges.alarms(found)
+    assert alarm == "layer 1: attn.c_attn.bias reaches 63.0, more than 50"
+    tokens = torch.arange(32)[None]
+    activations = ranges.activation_ranges(run.model, tokens)
+    seen = {}
+    run.model.h[0].register_forward_hook(lambda _m, _i, output: seen.update(after=sum(output)))
+    run.model(tokens)
+    assert activations["absmax"]["residual"][0] == pytest.approx(seen["after"].abs().max().item())
+    assert set(activations["rms"]) == {"attention", "mlp", "residual"}
+    assert len(activations["rms"]["mlp"]) == 2
+
+
+def test_recording_ranges_changes_no_bit(manifest, tmp_path, start):
+    start(tmp_path / "with", ranges_every_steps=3).run()
+    torch.distributed.destroy_process_group()
+    start(tmp_path / "without", ranges_every_steps=0).run()
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+    records = read_metrics(tmp_path / "with" / "metrics.jsonl")["ranges"]
+    assert [r["step"] for r in records] == [0, 3, 6, 9, 12]
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_step_done_twice_is_identical_and_the_run_is_left_alone(manifest, tmp_path, gpus):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    settings = make_settings(folder / "in.json", gpus=gpus)
+    assert train_here(settings, manifest, folder).returncode == 0
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
+    script = PROJECT / "workflow/scripts/replay_step.py"
+    command = [sys.executable, str(script), "--folder", str(folder), "--manifest", str(manifest)]
+    command += ["--step", "6", "--output", str(tmp_path / "verdict.json")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    verdict = json.loads((tmp_path / "verdict.json").read_text())
+    assert (verdict["verdict"], verdict["from_step"], verdict["processes"]) == (
+        "identical",
+        4,
+        gpus,
+    )
+    assert verdict["runs"][0]["loss_nats"] == verdict["recorded_loss_nats"] == losses(folder)[6][1]
+    assert "step 6 of made, done twice from the same state: identical" in result.stdout
+    assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == before
+
+
+def test_a_bit_that_flips_between_two_replays_is_found_and_named(manifest, tmp_path, start):
+    from miniseries.replay import _do_twice
+
+    run = start(tmp_path)
+    train_step, calls = run.train_step, []
+
+    def flaky(step):
+        report = train_step(step)
+        calls.append(step)
+        if len(calls) == 4:  # steps 0 and 1, then step 2 twice
+            with torch.no_grad():
+                run.model.ln_f.bias.to_local().view(torch.int32)[3] ^= 1
+        return report
+
+    run.train_step = flaky
+    result = _do_twice(run, 2)
+    assert result["verdict"] == "different"
+    assert result["differing_elements_by_rank"] == [{"model.ln_f.bias": 1}]

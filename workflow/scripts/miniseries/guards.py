@@ -1,0 +1,112 @@
+"""What notices that a run goes wrong, and what is done about it: spikes, divergence, rollback."""
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from miniseries.metrics import read_json, write_json
+
+# Steps in a row above `divergence_z` that make a divergence: a single one is a bad batch. With
+# five equal outliers among 128 values none is more than 4.96 standard deviations above the mean.
+DIVERGED_STEPS = 5
+MAX_ROLLBACKS = 5  # a run that diverges more often needs other settings
+NUM_PINNED = 2  # checkpoints before a divergence that are never deleted
+RECORD = "rollbacks.json"
+
+
+class Diverged(ValueError):
+    """Loss or gradient left its course.
+
+    Args:
+        since: first step of it; a checkpoint of at most this many steps is sound.
+    """
+
+    def __init__(self, message: str, since: int) -> None:
+        super().__init__(message)
+        self.since = since
+
+
+class DivergenceDetector:
+    """Raises when the loss stays far above its recent mean.
+
+    Args:
+        limit: standard deviations, `divergence_z`; 0 sees only what is not finite.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.limit, self.since = limit, None
+
+    def check_finite(self, step: int, loss: float, norm: float) -> None:
+        """Before an update.
+
+        Raises:
+            Diverged: loss or gradient norm is not finite.
+        """
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            since = step if self.since is None else self.since
+            raise Diverged(
+                f"step {step}: loss {loss}, gradient norm {norm}; stopped before this update", since
+            )
+
+    def check_course(self, step: int, loss_z: float) -> None:
+        """Take in the z-score of a step's loss; NaN, of a short window, is no sign of anything.
+
+        Raises:
+            Diverged: it is the last one of too many above the limit.
+        """
+        if not (self.limit and loss_z > self.limit):
+            self.since = None
+            return
+        self.since = step if self.since is None else self.since
+        if step - self.since + 1 >= DIVERGED_STEPS:
+            since, self.since = self.since, None
+            raise Diverged(
+                f"steps {since} to {step}: the loss is more than {self.limit} standard deviations "
+                "above its recent mean",
+                since,
+            )
+
+    def state_dict(self) -> int | None:
+        """First of the steps above the limit, if the last one was."""
+        return self.since
+
+    def load_state_dict(self, state: int | None) -> None:
+        """Put back what was saved."""
+        self.since = state
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """One return to an older checkpoint."""
+
+    found_at: int  # step at which the divergence was noticed
+    back_to: int  # step of the checkpoint
+    batches_skipped: int  # global batches from there on that are never read again
+
+
+class Rollbacks:
+    """All returns of a run; they decide which global batch a step reads.
+
+    They stand in a file of their own: a run killed before its next checkpoint must not read the
+    same batches again.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / RECORD
+        found: list[dict[str, Any]] = read_json(self.path) if self.path.exists() else []
+        self.done = [Rollback(**entry) for entry in found]
+
+    def batch_of(self, step: int) -> int:
+        """Number of the global batch that this step reads."""
+        return step + sum(r.batches_skipped for r in self.done if step >= r.back_to)
+
+    def plan(self, found_at: int, back_to: int, more: int) -> Rollback:
+        """Skip what was read since the checkpoint and `more` batches after it."""
+        return Rollback(found_at, back_to, found_at - back_to + 1 + more)
+
+    def note(self, rollback: Rollback, write: bool) -> None:
+        """Let it hold from now on; `write` on one process only."""
+        self.done.append(rollback)
+        if write:
+            write_json(self.path, [asdict(entry) for entry in self.done])

@@ -1,0 +1,28 @@
+"""Do one step of a run twice and compare every bit: is it the hardware, or the batch?
+
+Example: replay_step.py --folder results/train/tiny \
+    --manifest results/data/builtin/manifest.json --step 60 --output replay.json
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+from miniseries.launcher import launch_replay
+from miniseries.metrics import run_main
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, required=True, help="the run's; is only read")
+    parser.add_argument("--manifest", type=Path, required=True, help="token shards, JSON")
+    parser.add_argument("--step", type=int, required=True, help="0-based, as in metrics.jsonl")
+    parser.add_argument("--output", type=Path, required=True, help="the verdict, JSON")
+    arguments = vars(parser.parse_args())
+    if "RANK" in os.environ:
+        from miniseries.replay import replay  # loads PyTorch
+
+        run_main(replay, **arguments)
+    else:
+        run_main(launch_replay, **arguments)
