@@ -76,9 +76,10 @@ def test_fp16_trains_200_steps_and_names_each_skipped_one(start, capsys):
     assert said.count("skipping update due to overflow") == len(skipped)
     assert all(math.isfinite(r.loss) for r in reports)
     assert all(math.isfinite(r.grad_norm) for r in reports if not r.skipped)
+    scale = run.loss_scale.value
     reference = losses_of(start(), 200)
     print(
-        f"\nfp16: {len(skipped)} of 200 steps skipped, scale {run.loss_scale.value:g}, "
+        f"\nfp16: {len(skipped)} of 200 steps skipped, scale {scale:g}, "
         f"loss {reports[-1].loss:.4f}, bf16 {reference[-1]:.4f}"
     )
     assert reports[-1].loss == pytest.approx(reference[-1], abs=0.1)
@@ -94,11 +95,12 @@ BACKENDS = {
 
 def test_attention_kernels_agree_in_loss_over_20_steps(start):
     found = {}
+    recipe = {"learning_rate": 6e-4, "warmup_steps": 700}  # 124m's own
     for name, backend in BACKENDS.items():
-        run = start(compile=False)
+        run = start(compile=False, **recipe)
         with sdpa_kernel([backend]):
             found[name] = [run.train_step(step).loss for step in range(20)]
-    run = start()
+    run = start(**recipe)
     found[run.model.formulas.attention_name] = losses_of(run, 20)
     print()
     for name, values in found.items():
@@ -131,8 +133,9 @@ def test_recomputing_takes_less_memory_and_changes_no_loss(start):
         with deterministic(), sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
             losses = [run.train_step(step).loss for step in range(4)]
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+            run.train_step(4)  # compiles again: nothing has to be deterministic any more
             began = time.perf_counter()
-            for step in range(4, 12):
+            for step in range(5, 13):
                 run.train_step(step)
             seconds = (time.perf_counter() - began) / 8
         found.append((losses, torch.cuda.max_memory_allocated() / GIB, seconds))
@@ -142,7 +145,9 @@ def test_recomputing_takes_less_memory_and_changes_no_loss(start):
         print(
             f"recompute {level}: peak {gib:.2f} GiB, {seconds * 1e3:.1f} ms a step ({cost:+.1f} %)"
         )
-    assert found[0][0] == found[1][0] == found[2][0]
+    # the compiler adds up in another order where it fuses otherwise; uncompiled it is bit for bit
+    for losses, _, _ in found[1:]:
+        assert losses == pytest.approx(found[0][0], abs=1e-4)
     assert found[0][1] > found[1][1] > found[2][1]
 
 
