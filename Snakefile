@@ -114,6 +114,13 @@ for name, runs in TARGETS.items():
             expand("results/llmc/{model}/model.bin", model=models_of(runs)),
 
     rule:
+        """Upload the exports to the Hugging Face hub, with their scores; never done by itself."""
+        name:
+            f"push_{name}"
+        input:
+            expand("results/pushed/{model}.json", model=models_of(runs)),
+
+    rule:
         """Measure validation loss and HellaSwag of each export."""
         name:
             f"evaluate_{name}"

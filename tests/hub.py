@@ -33,6 +33,7 @@ class Hub(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.files: dict[str, bytes] = {}
+        self.models: dict[str, bytes] = {}  # the same of repositories that hold models
         self.faults: dict[tuple[str, str], list] = {}
         self.always: dict[tuple[str, str], object] = {}
         self.requests: list[tuple[str, str | None]] = []
@@ -108,7 +109,8 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(self.server.delay_seconds)
         self.server.requests.append((method, self.headers.get("Range")))
         name = unquote(self.path.partition("/resolve/")[2].partition("/")[2])
-        content = self.server.files.get(name) if self.path.startswith("/datasets/") else None
+        of_data = self.path.startswith("/datasets/")
+        content = (self.server.files if of_data else self.server.models).get(name)
         fault = self.fault(method, name)
         if content is None:
             return self.head(404, 0, {"X-Error-Code": "EntryNotFound"})

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from miniseries import export
 from miniseries.encode import gpt2_encoding
-from miniseries.export import export_llmc, export_model
+from miniseries.export import export_llmc, export_model, push_model
 from miniseries.huggingface import load_export
 from miniseries.llmc import read_model
 from miniseries.model import GPT, GPTConfig
@@ -211,13 +212,75 @@ def test_any_saved_step_can_be_exported_by_its_marker(tmp_path, run):
     assert torch.equal(loaded.wte.weight, trained_model(seed=1).wte.weight)
 
 
-def test_the_card_names_the_run_and_its_recipe(exported):
-    card = (exported / "README.md").read_text()
-    assert "# small after 10 steps" in card
-    assert "| total_batch_tokens | 64 |" in card
-    info = json.loads((exported / "export.json").read_text())
+def test_the_card_names_recipe_data_scores_cost_and_commit(tmp_path, run):
+    versions = {"commit": "abc1234", "torch": "2.13.0"}
+    start = {"kind": "start", "step": 0, "world_size": 4, "gpu_name": "NVIDIA H200"}
+    records = [start | {"versions": versions}]
+    records += [{"kind": "train", "step": i, "step_time_ms": 1.8e6} for i in range(12)]
+    records.append({"kind": "val", "step": 10, "val_loss_nats": 3.25})
+    records.append({"kind": "hellaswag", "step": 10, "num_correct": 2957, "num_items": 10042})
+    lines = [json.dumps(record) + "\n" for record in records]
+    (run / "metrics.jsonl").write_text("".join(lines))
+    export_model(run / "done.json", tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    info = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert "# small after 10 steps" in card and "trained from scratch" in card
+    assert "| total_batch_tokens | 64 |" in card and "| val_tokens | 640 |" in card
+    assert "| validation loss | 3.2500 nats per token |" in card
+    assert "| HellaSwag | 2957 of 10042 by mean loss per token |" in card
+    # ten steps of half an hour on four devices; the later ones are not this checkpoint's
+    assert "| device-hours of training steps | 20.00 |" in card
+    assert "| 4 x NVIDIA H200 |" in card and "| abc1234 |" in card
     assert info["weights_sha256"] in card
     assert info["num_parameters"] == trained_model().num_parameters
+
+
+class FakeHub:
+    """Notes what is uploaded."""
+
+    commits: ClassVar[list] = []
+    refusal = None
+
+    def create_repo(self, repository, private, exist_ok):
+        assert exist_ok
+        if self.refusal:
+            raise self.refusal
+        self.commits.append([repository, private])
+
+    def create_commit(self, repository, operations, commit_message):
+        self.commits[-1] += [operations, commit_message]
+        return type("Commit", (), {"oid": "c0ffee", "commit_url": "https://hub/c0ffee"})
+
+
+def test_a_push_is_one_commit_with_the_scores_in_the_card(tmp_path, run, exported, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", FakeHub)
+    sha256 = json.loads((exported / "export.json").read_text())["weights_sha256"]
+    scores, counts = tmp_path / "scores", {"acc": 0.3, "acc_token_mean": 0.4}
+    scores.mkdir()
+    loss = {"val_loss_nats": 3.2, "val_loss_stderr": 0.01, "perplexity": 24.5, "dataset": "made"}
+    (scores / "val_loss.json").write_text(json.dumps(loss | {"weights_sha256": sha256}))
+    counts |= {"acc_characters": 0.5, "acc_token_mean_stderr": 0.005}
+    choices = {"questions": "HellaSwag", "llmc": counts, "harness": counts}
+    (scores / "hellaswag.json").write_text(json.dumps(choices))
+    arguments = (run / "done.json", exported, scores, "me/small", tmp_path / "pushed.json", True)
+    push_model(*arguments)
+    ((repository, private, operations, message),) = FakeHub.commits
+    assert (repository, private, message) == ("me/small", True, "small after 10 steps")
+    files = {operation.path_in_repo: operation.path_or_fileobj for operation in operations}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= set(files)
+    card = files["README.md"].decode()
+    assert "| validation loss on made | 3.2000 ± 0.0100 nats per token |" in card
+    assert "| HellaSwag, llm.c's prompt, mean per token | 40.00 ± 0.50 % |" in card
+    pushed = json.loads((tmp_path / "pushed.json").read_text())
+    assert (pushed["commit"], pushed["weights_sha256"]) == ("c0ffee", sha256)
+    FakeHub.refusal = OSError("401 Unauthorized\nmore lines")
+    with pytest.raises(ValueError, match=r"me/small: the hub refused \(401 Unauthorized\); check"):
+        push_model(*arguments)
+    (scores / "val_loss.json").write_text(json.dumps(loss | {"weights_sha256": "other"}))
+    with pytest.raises(ValueError, match="scores of other weights than"):
+        push_model(*arguments)
 
 
 def test_an_export_that_fails_leaves_the_earlier_one_as_it_was(exported, run, monkeypatch):

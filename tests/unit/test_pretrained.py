@@ -3,12 +3,13 @@
 import json
 import shutil
 import subprocess
+import sys
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from stand_ins import losses, make_dataset, make_settings, train_command, train_here
+from stand_ins import TRAIN_SCRIPT, losses, make_dataset, make_settings, train_command, train_here
 from test_llmc import PARTS, made_weights, write_states
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -249,7 +250,10 @@ def test_a_checkpoint_of_llm_c_goes_on_at_its_step_with_its_optimizer(tmp_path, 
     write_model(model, parts[2], CONFIG, torch.bfloat16)
     write_states(model, 4, parts, shards=3, step=8)
     folder = tmp_path / "train" / "llmc"
-    import_llmc(model, settings, folder)
+    script = TRAIN_SCRIPT.with_name("import_llmc.py")
+    options = ["--model", model, "--settings", settings, "--folder", folder]
+    done = run([sys.executable, *map(str, [script, *options])])
+    assert done.returncode == 0, done.stderr
     done = train_here(settings, data, folder)
     assert done.returncode == 0, done.stderr
     assert "resuming at step 8 of 12" in done.stdout

@@ -349,7 +349,7 @@ def test_runs_that_do_not_fit_the_others_are_refused(config, entries, message):
         ("", ""),
         ("openai-community/gpt2", "results/weights/openai-community--gpt2/config.json"),
         ("me/gpt2@v1", "results/weights/me--gpt2@v1/config.json"),
-        ("./gpt2", "gpt2/config.json"),
+        ("./gpt2", str(Path("gpt2/config.json").absolute())),
         ("/data/log/model_00000010.bin", "/data/log/model_00000010.bin"),
         ("tiny", "results/train/tiny/done.json"),
         ("tiny@50", "results/train/tiny/saved/50.json"),

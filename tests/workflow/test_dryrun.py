@@ -45,6 +45,13 @@ def test_default_target_takes_every_stage(project):
     assert project.jobs() == TINY | SCORES | PAGES | {"all": 1}
 
 
+def test_nothing_is_uploaded_without_an_owner_and_only_by_its_own_target(project):
+    assert "hub.owner is empty" in project.fail("push_tiny")
+    project.edit("config/config.yaml", 'owner: ""', "owner: me")
+    assert project.jobs("push_tiny") == TINY | SCORES | {"push_model": 1, "push_tiny": 1}
+    assert "push_model" not in project.jobs()
+
+
 def test_series_takes_the_four_sizes(project):
     jobs = project.jobs("miniseries")
     for rule in ("train", "export", "score", "render_scores"):

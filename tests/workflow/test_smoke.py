@@ -40,7 +40,10 @@ SCRIPTS = {
     "own text": "find_checkpoint export_llmc",
     "hub": "fetch_shard fetch_questions verify_dataset write_eval_file",
     "hub text": "list_files tokenize_file",
+    "hub model": "fetch_weights score_task run_harness",
     "by hand": "bench_run bench_data",
+    # against a stand-in for the hub's client in test_export.py; as a command in test_pretrained.py
+    "elsewhere": "push_model import_llmc",
 }
 
 
@@ -249,3 +252,38 @@ def test_shards_of_the_hub_are_fetched_trained_on_and_verified(make_project, dat
     assert shard.read_bytes() == good
     assert data_hub.sent.count(shard.name) == 2 and len(data_hub.sent) == 5
     assert "train" not in project.jobs("train_tiny")
+
+
+@pytest.mark.slow
+def test_a_gpt_2_of_the_hub_is_measured_by_every_task(make_project, hub, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("lm_eval")
+    torch.manual_seed(0)
+    shape = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=64)
+    theirs = transformers.GPT2LMHeadModel(shape)
+    theirs.save_pretrained(tmp_path / "gpt2")
+    for name in ("config.json", "model.safetensors"):
+        hub.models[name] = (tmp_path / "gpt2" / name).read_bytes()
+    project = make_project(CONFIGS / "faults.yaml")
+    run = {"extends": "tiny", "init_from": "someone/gpt2", "max_steps": 0, "warmup_steps": 0}
+    project.configure({"runs": {"theirs": run}})
+    project.write("wikitext.txt", " = Robert = \n Robert is an English film actor . \n" * 20)
+    project.configure({"evaluation": {"data": {"wikitext": "wikitext.txt"}}})
+    project.succeed("evaluate_theirs", "harness_theirs")
+    assert set(SCRIPTS["hub model"].split()) <= project.scripts_started()
+    ours, info = load_export(project.path("export/theirs"))
+    assert (info["step"], info["run"]) == (0, "theirs")
+    assert torch.equal(ours.wpe.weight, theirs.transformer.wpe.weight)
+    scores = read_json(project.path("evaluate/theirs/hellaswag.json"))
+    lm_eval = read_json(project.path("evaluate/theirs/harness.json"))
+    assert lm_eval["tasks"]["hellaswag"]["acc"] == scores["harness"]["acc"]
+    assert lm_eval["weights_sha256"] == scores["weights_sha256"] == info["weights_sha256"]
+    assert read_json(project.path("evaluate/theirs/wikitext.json"))["word_perplexity"] > 1
+    project.succeed("plots")
+    rows = read_json(project.path("summary.json"))
+    row = next(row for row in rows if row["model"] == "theirs")
+    assert row["lm_eval_hellaswag_0_shots_acc"] == round(scores["harness"]["acc"], 6)
+    assert (row["questions"], row["step"], row["init_from"]) == (
+        "made-up questions", 0, "someone/gpt2"
+    )  # fmt: skip
+    assert "Nothing to be done" in project.succeed("evaluate_theirs", "harness_theirs")

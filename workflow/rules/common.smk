@@ -49,7 +49,12 @@ HUB_TEXT = datasets_from("hub-text")
 
 STARTS = [run["recipe"].get("init_from", "") for run in RUNS.values()]
 # Further tasks to score models on, those that have data.
-TASK_DATA = {task: file for task, file in config["evaluation"]["data"].items() if file}
+# Absolute, since the Snakefile takes a bare name in the working folder for a target.
+TASK_DATA = {
+    task: str(Path(file).absolute())
+    for task, file in config["evaluation"]["data"].items()
+    if file
+}
 HARNESS = config["evaluation"]["harness"]
 # Weights of the Hugging Face hub that runs start from, by the folder that they are kept in.
 FROM_HUB = {
@@ -225,6 +230,16 @@ def marker_of(model):
     return str(marker)
 
 
+def repository_of_model(wildcards):
+    """Where on the hub a model goes."""
+    owner = config["hub"]["owner"]
+    if not owner:
+        raise WorkflowError(
+            "hub.owner is empty; name the account or organisation to push to"
+        )
+    return f"{owner}/{wildcards.model.replace('@', '-step-')}"
+
+
 def exports(runs):
     """Weight files of the models of these runs."""
     return expand("results/export/{model}/model.safetensors", model=models_of(runs))
@@ -355,15 +370,7 @@ def measured_speeds(wildcards):
 
 def refuse_target(wildcards):
     """Raise an error that names the targets near the unknown one."""
-    stages = (
-        "train",
-        "export",
-        "llmc",
-        "evaluate",
-        "harness",
-        "leaderboard",
-        "samples",
-    )
+    stages = "train export llmc push evaluate harness leaderboard samples".split()
     known = [f"{stage}_{name}" for stage in stages for name in TARGETS]
     known += [f"{stage}_{name}" for stage in ("data", "verify") for name in DATASETS]
     known += [

@@ -5,6 +5,7 @@ REQUIRED INPUTS:
 OUTPUTS:
     results/export/{model}/    {model} is {run}, its last step, or {run}@{step}
     results/llmc/{model}/
+    results/pushed/{model}.json    on the hub, on demand
 """
 
 
@@ -58,4 +59,35 @@ rule export_llmc:
             --checkpoint-marker {input.marker:q} \
             --manifest {input.manifest:q} \
             --folder {params.folder:q} >{log:q} 2>&1
+        """
+
+
+rule push_model:
+    """Upload one export to the Hugging Face hub, with its scores; only ever on demand."""
+    input:
+        marker=marker_of_model,
+        weights="results/export/{model}/model.safetensors",
+        val_loss="results/evaluate/{model}/val_loss.json",
+        choices="results/evaluate/{model}/hellaswag.json",
+    output:
+        pushed="results/pushed/{model}.json",
+    log:
+        "results/logs/push_model/{model}.log",
+    localrule: True  # compute nodes often have no network
+    conda:
+        "../envs/miniseries.yaml"
+    params:
+        python=interpreter,
+        export=subpath(input.weights, parent=True),
+        evaluation=subpath(input.val_loss, parent=True),
+        repository=repository_of_model,
+        private="--private" if config["hub"]["private"] else "",
+    shell:
+        r"""
+        {params.python:q} workflow/scripts/push_model.py \
+            --checkpoint-marker {input.marker:q} \
+            --export {params.export:q} \
+            --evaluation {params.evaluation:q} \
+            --repository {params.repository:q} {params.private} \
+            --output {output.pushed:q} >{log:q} 2>&1
         """

@@ -15,15 +15,18 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from miniseries import llmc
+from miniseries.card import measured_scores, model_card, training_scores
+from miniseries.checkpoint import read_marker
 from miniseries.huggingface import (
     WEIGHTS,
     huggingface_config,
     to_huggingface,
     write_tokenizer,
 )
-from miniseries.metrics import write_json, write_text
+from miniseries.metrics import read_json, write_json, write_text
 from miniseries.model import GPT
 from miniseries.pretrained import read_run
+from miniseries.runlog import Run, load_json, load_run
 from miniseries.shards import DOCUMENT_MARK, file_sha256, load_manifest, open_shard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -36,33 +39,6 @@ EXPORT_DTYPES = {
     "fp16": "float32",
     "fp8": "bfloat16",
 }
-
-
-def model_card(info: dict[str, Any], recipe: dict[str, Any]) -> str:
-    """README.md of an export: what it is, how it was trained, how to load it."""
-    rows = "".join(
-        f"| {key} | {value} |\n" for key, value in recipe.items() if not isinstance(value, dict)
-    )
-    start = f"`{recipe['init_from']}`" if recipe.get("init_from") else "scratch"
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
----
-# {info["run"]} after {info["step"]} steps
-
-A GPT-2 with {info["num_parameters"]:,} parameters, trained from {start} on the data set
-`{info["dataset"]}`: {info["tokens_seen"]:,} tokens read. It continues text; it follows no
-instructions, and its training text may show through.
-
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    tokenizer = AutoTokenizer.from_pretrained("this/folder")
-    model = AutoModelForCausalLM.from_pretrained("this/folder")
-
-Weights are {info["dtype"]}, sha256 of `{WEIGHTS}`: `{info["weights_sha256"]}`.
-
-| setting | value |
-|---|---|
-{rows}"""
 
 
 @contextmanager
@@ -105,6 +81,13 @@ def _export_info(settings: dict[str, Any], num_parameters: int, dtype: str) -> d
     }
 
 
+def run_of_marker(marker: Path, settings: dict[str, Any]) -> Run:
+    """Log of the run that a marker belongs to, up to the marker's step."""
+    folder = marker.parent.parent if marker.parent.name == "saved" else marker.parent
+    run = load_run(settings["run"], folder / "metrics.jsonl", folder / "settings.json")
+    return run.until(settings["step"])
+
+
 def export_model(marker: Path, folder: Path, dtype: str | None = None) -> None:
     """Write one checkpoint as a Hugging Face GPT-2 folder.
 
@@ -121,6 +104,7 @@ def export_model(marker: Path, folder: Path, dtype: str | None = None) -> None:
     recipe = settings["recipe"]
     dtype = dtype or EXPORT_DTYPES[recipe["precision"]]
     tensors = to_huggingface(weights, config, DTYPES[dtype])
+    run = run_of_marker(marker, settings)
     info = _export_info(settings, sum(t.numel() for t in tensors.values()), dtype)
     with _replaced_folder(folder) as temporary:
         try:
@@ -134,7 +118,8 @@ def export_model(marker: Path, folder: Path, dtype: str | None = None) -> None:
         ends = {"bos_token_id": DOCUMENT_MARK, "eos_token_id": DOCUMENT_MARK}
         write_json(temporary / "generation_config.json", ends)
         write_tokenizer(temporary, config.sequence_length)
-        write_text(temporary / "README.md", model_card(info, recipe))
+        card = model_card(info, recipe, run, training_scores(run))
+        write_text(temporary / "README.md", card)
         write_json(temporary / "export.json", info)
 
 
@@ -174,3 +159,47 @@ def _debug_batch(manifest: Path, sequence_length: int) -> tuple[torch.Tensor, to
     if len(ids) < rows * length + 1:
         raise ValueError(f"{shard}: a debug state takes {rows * length + 1} tokens, here are fewer")
     return ids[:-1].view(rows, length), ids[1:].view(rows, length)
+
+
+def push_model(
+    marker: Path, export: Path, evaluation: Path, repository: str, output: Path, private: bool
+) -> None:
+    """Upload an export to the Hugging Face hub, with the scores in its card, as one commit.
+
+    Args:
+        marker: the one that the export was made of.
+        export: a folder made by `export_model`.
+        evaluation: folder with val_loss.json and hellaswag.json of these weights.
+        repository: "owner/name", made if it is not there.
+        output: written, JSON: where the weights went.
+        private: whether a repository that is made is private.
+
+    Raises:
+        ValueError: the scores are those of other weights, or the hub refuses.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    info, settings = read_json(export / "export.json"), read_marker(marker)[1]
+    scored, choices = (read_json(evaluation / f"{n}.json") for n in ("val_loss", "hellaswag"))
+    if scored["weights_sha256"] != info["weights_sha256"]:
+        raise ValueError(f"{evaluation}: scores of other weights than {export} holds; evaluate it")
+    tasks = load_json(evaluation / "harness.json")
+    current = tasks.get("weights_sha256") == info["weights_sha256"]
+    scores = measured_scores(scored, choices, tasks["tasks"] if current else {})
+    card = model_card(info, settings["recipe"], run_of_marker(marker, settings), scores)
+    files = sorted(path for path in export.iterdir() if path.name != "README.md")
+    operations = [CommitOperationAdd(path.name, str(path)) for path in files]
+    operations.append(CommitOperationAdd("README.md", card.encode()))
+    try:
+        api = HfApi()
+        api.create_repo(repository, private=private, exist_ok=True)
+        message = f"{info['run']} after {info['step']} steps"
+        commit = api.create_commit(repository, operations, commit_message=message)
+    except (HfHubHTTPError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"{repository}: the hub refused ({reason}); check the name and HF_TOKEN"
+        ) from error
+    pushed = {"repository": repository, "commit": commit.oid, "url": commit.commit_url}
+    write_json(output, pushed | {key: info[key] for key in ("run", "step", "weights_sha256")})

@@ -192,6 +192,8 @@ def import_llmc(model: Path, settings: Path, folder: Path) -> None:
         "loss_detector": [],
         "norm_detector": [],
         "wall_seconds": 0.0,
+        "world_size": state.world_size,
+        "micro_batch": "unknown",
         "imported_from": str(model),
     }
     write_json(temporary / "trainer.json", trainer_state)

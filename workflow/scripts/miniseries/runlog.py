@@ -77,6 +77,18 @@ class Run:
         return self.recipe.get("total_batch_tokens") or self.start.get("tokens_per_step")
 
     @property
+    def device_hours(self) -> float:
+        """Time of all training steps, times the processes that were at work on each."""
+        starts = [(s["step"], s.get("world_size") or 1) for s in self.metrics.get("start", [])]
+        total = 0.0
+        for record in self.metrics.get("train", []):
+            milliseconds = record.get("step_time_ms")
+            if is_finite(milliseconds):
+                before = [size for step, size in starts if step <= record["step"]]
+                total += milliseconds * (before[-1] if before else 1)
+        return total / 3.6e6
+
+    @property
     def num_steps(self) -> int:
         """Updates done so far, as far as the log tells."""
         train = [record["step"] + 1 for record in self.metrics.get("train", [])]

@@ -158,7 +158,9 @@ def start_file(init_from: str) -> str:
         return ""
     if init_from.startswith((".", "/")):
         is_file = init_from.endswith((".bin", ".json"))
-        return str(Path(init_from) if is_file else Path(init_from) / "config.json")
+        # a bare name in the working folder would be taken for a target of the workflow
+        file = Path(init_from) if is_file else Path(init_from) / "config.json"
+        return str(file.absolute())
     if "/" in init_from:
         return f"results/weights/{init_from.replace('/', '--')}/config.json"
     run, _, step = init_from.partition("@")

@@ -63,6 +63,8 @@ def progress_columns(run: Run, model: str, smoothing: float) -> dict[str, Any]:
         "tokens_per_second": float(np.median(speeds)) if len(speeds) else None,
         "mfu_percent": float(np.median(mfu)) if len(mfu) else None,
         "train_hours": times.sum() / 3.6e6 if len(times) else None,
+        "device": run.start.get("gpu_name") or run.start.get("device"),
+        "device_hours": run.device_hours or None,
         "commit": (run.start.get("versions") or {}).get("commit"),
     }
 
