@@ -53,6 +53,12 @@ rule miniseries:
         summary_after_evaluation(SERIES),
 
 
+rule side_by_side:
+    """Texts of the runs of `samples: side_by_side:` in one page."""
+    input:
+        "results/pages/side_by_side.html",
+
+
 rule plots:
     """Draw what the logs hold, also of runs in progress; never trains anything."""
     input:

@@ -19,6 +19,8 @@ from miniseries.sampling import (
     SamplingSettings,
     read_prompts,
     samples_markdown,
+    side_by_side_html,
+    talk,
     text_block,
     write_samples,
 )
@@ -155,7 +157,7 @@ def test_the_file_holds_model_settings_prompts_and_texts(folder, tmp_path):
     settings = {
         "num_samples": 2, "max_new_tokens": 500, "top_k": 50, "temperature": 1.0, "seed": 42
     }  # fmt: skip
-    write_samples(folder, prompts, output, "cpu", **settings)
+    write_samples(folder, prompts, output, tmp_path / "s.json", device="cpu", **settings)
     text = output.read_text()
     assert text.startswith("# Texts written by small\n")
     for row in ("| step | 10 |", "| weights_sha256 | ab12 |", "| top_k | 50 |", "| seed | 42 |"):
@@ -165,7 +167,8 @@ def test_the_file_holds_model_settings_prompts_and_texts(folder, tmp_path):
     assert "room for 31 new tokens, not 500" in text
     assert "starts at `<|endoftext|>`" in text
     assert text.count("```text\n") == 4
-    write_samples(folder, prompts, tmp_path / "again.md", "cpu", **settings)
+    again = tmp_path / "again.md", tmp_path / "again.json"
+    write_samples(folder, prompts, *again, device="cpu", **settings)
     assert (tmp_path / "again.md").read_text() == text
 
 
@@ -211,6 +214,7 @@ def test_a_folder_whose_weights_do_not_fit_is_refused(tmp_path, model):
 def test_the_command_writes_the_file_and_stays_quiet(folder, tmp_path):
     script = Path(sampling.__file__).parent.parent / "write_samples.py"
     arguments = ["--export", folder, "--prompts", '["The cat"]', "--output", tmp_path / "s.md"]
+    arguments += ["--json", tmp_path / "s.json"]
     arguments += ["--num-samples", 1, "--max-new-tokens", 4, "--top-k", 50, "--temperature", 0.9]
     done = subprocess.run(
         [sys.executable, script, *map(str, arguments), "--seed", "1", "--device", "cpu"],
@@ -220,3 +224,43 @@ def test_the_command_writes_the_file_and_stays_quiet(folder, tmp_path):
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert "> **The cat**" in (tmp_path / "s.md").read_text()
+
+
+def test_prompts_come_from_a_file_of_either_kind(tmp_path):
+    (tmp_path / "p.txt").write_text("Once upon\na time\n\n\nThe cat\n")
+    assert read_prompts("[]", tmp_path / "p.txt") == ["Once upon\na time", "The cat"]
+    (tmp_path / "p.json").write_text('["", "x"]')
+    assert read_prompts("[]", tmp_path / "p.json") == ["", "x"]
+    (tmp_path / "p.txt").write_text("\n")
+    with pytest.raises(ValueError, match=r"p\.txt must be a JSON list of texts"):
+        read_prompts("[]", tmp_path / "p.txt")
+
+
+def test_texts_of_two_models_stand_side_by_side(tmp_path):
+    settings = {"num_samples": 2, "seed": 42}
+    sample = {"prompt": "A <b>cat</b>", "texts": ["one <i>", "two"]}
+    first = {"model": "ours", "settings": settings, "samples": [sample]}
+    second = {"model": "gpt2", "settings": settings, "samples": [sample | {"texts": ["3", "4"]}]}
+    page = side_by_side_html([first, second])
+    assert "<th>ours</th><th>gpt2</th>" in page and "A &lt;b&gt;cat" in page
+    assert "<tr><td>one &lt;i&gt;</td><td>3</td></tr><tr><td>two</td><td>4</td></tr>" in page
+    with pytest.raises(ValueError, match="of gpt2 and ours have other prompts or settings"):
+        side_by_side_html([first, second | {"settings": settings | {"seed": 1}}])
+
+
+def test_one_prompt_or_every_typed_line_is_continued(folder, monkeypatch, capsys):
+    settings = vars(how(1, 3))
+    talk(folder, "The cat", "cpu", **settings)
+    once = capsys.readouterr().out
+    assert once.startswith("The cat") and once.endswith("---\n")
+    lines = iter(["The cat"])
+
+    def typed(_sign):
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", typed)
+    talk(folder, None, "cpu", **settings)
+    assert capsys.readouterr().out == once + "\n"

@@ -43,7 +43,7 @@ SCRIPTS = {
     "hub model": "fetch_weights score_task run_harness",
     "by hand": "bench_run bench_data",
     # against a stand-in for the hub's client in test_export.py; as a command in test_pretrained.py
-    "elsewhere": "push_model import_llmc",
+    "elsewhere": "push_model import_llmc compare_samples sample",
 }
 
 

@@ -56,6 +56,9 @@ TASK_DATA = {
     if file
 }
 HARNESS = config["evaluation"]["harness"]
+PROMPTS_FILE = [
+    str(Path(file).absolute()) for file in [config["samples"]["prompts_file"]] if file
+]
 # Weights of the Hugging Face hub that runs start from, by the folder that they are kept in.
 FROM_HUB = {
     Path(start_file(start)).parent.name: start

@@ -84,8 +84,10 @@ rule write_samples:
     """Let one export continue the prompts of the configuration."""
     input:
         weights="results/export/{model}/model.safetensors",
+        prompts=PROMPTS_FILE,
     output:
         samples="results/samples/{model}.md",
+        record="results/samples/{model}.json",
     log:
         "results/logs/samples/{model}.log",
     benchmark:
@@ -99,6 +101,7 @@ rule write_samples:
         python=interpreter,
         folder=subpath(input.weights, parent=True),
         prompts=json.dumps(config["samples"]["prompts"]),
+        prompts_file=["--prompts-file", *PROMPTS_FILE] if PROMPTS_FILE else [],
         num_samples=config["samples"]["num_samples"],
         max_new_tokens=config["samples"]["max_new_tokens"],
         top_k=config["samples"]["top_k"],
@@ -108,13 +111,42 @@ rule write_samples:
         r"""
         {params.python:q} workflow/scripts/write_samples.py \
             --export {params.folder:q} \
-            --prompts {params.prompts:q} \
+            --prompts {params.prompts:q} {params.prompts_file:q} \
             --num-samples {params.num_samples:q} \
             --max-new-tokens {params.max_new_tokens:q} \
             --top-k {params.top_k:q} \
             --temperature {params.temperature:q} \
             --seed {params.seed:q} \
-            --output {output.samples:q} >{log:q} 2>&1
+            --output {output.samples:q} \
+            --json {output.record:q} >{log:q} 2>&1
+        """
+
+
+rule compare_samples:
+    """Show the texts of the runs of `samples: side_by_side:` in one page."""
+    input:
+        files=expand(
+            "results/samples/{run}.json", run=config["samples"]["side_by_side"]
+        ),
+    output:
+        page=report(
+            "results/pages/side_by_side.html",
+            caption="../report/side_by_side.rst",
+            category="Samples",
+            labels={"model": "side by side"},
+        ),
+    log:
+        "results/logs/compare_samples.log",
+    localrule: True
+    conda:
+        "../envs/miniseries.yaml"
+    params:
+        python=interpreter,
+    shell:
+        r"""
+        {params.python:q} workflow/scripts/compare_samples.py \
+            --files {input.files:q} \
+            --output {output.page:q} >{log:q} 2>&1
         """
 
 

@@ -19,7 +19,13 @@ if __name__ == "__main__":
     )
     parser.add_argument("--temperature", type=float, required=True, help="0: always the likeliest")
     parser.add_argument("--seed", type=int, required=True, help="same seed, same texts")
+    parser.add_argument(
+        "--prompts-file", type=Path, help="in place of --prompts: .json, or text with blank lines"
+    )
     parser.add_argument("--output", type=Path, required=True, help="written: Markdown")
+    parser.add_argument(
+        "--json", dest="json_output", type=Path, required=True, help="written: the same as JSON"
+    )
     parser.add_argument(
         "--device", default="auto", help="cpu, cuda, or auto: a GPU if there is one"
     )

@@ -4,6 +4,7 @@ import json
 import os
 import re
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from miniseries.distributed import choose_device
 from miniseries.huggingface import END_OF_TEXT, read_config
-from miniseries.metrics import read_json, write_text
+from miniseries.metrics import read_json, write_json, write_text
 from miniseries.shards import DOCUMENT_MARK
 
 MARKDOWN_SIGNS = re.compile(r"([\\`*_{}\[\]<>#|~&!])")
@@ -168,38 +169,138 @@ def samples_markdown(
     return "\n".join([head, *(_prompt_section(s, settings) for s in samples)])
 
 
-def read_prompts(text: str) -> list[str]:
-    """Prompts from a JSON list.
+def read_prompts(text: str, file: Path | None = None) -> list[str]:
+    """Prompts from a JSON list; from a file instead, if there is one.
+
+    Args:
+        text: a JSON list of texts.
+        file: a .json file with such a list, or a text in which blank lines part the prompts.
 
     Raises:
         ValueError: not a list of texts, or an empty one.
     """
+    if file and file.suffix != ".json":
+        blocks = re.split(r"\n\s*\n", file.read_text(encoding="utf-8"))
+        text = json.dumps([block.strip("\n") for block in blocks if block.strip()])
+    elif file:
+        text = file.read_text(encoding="utf-8")
+    where = file or "--prompts"
     try:
         prompts = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"--prompts is not JSON ({error}): {text}") from None
+        raise ValueError(f"{where} is not JSON ({error}): {text}") from None
     if not isinstance(prompts, list) or not prompts or not all(isinstance(p, str) for p in prompts):
-        raise ValueError(f'--prompts must be a JSON list of texts, as ["Once", ""]: {text}')
+        raise ValueError(f'{where} must be a JSON list of texts, as ["Once", ""]: {text}')
     return prompts
 
 
 def write_samples(
-    export: Path, prompts: str, output: Path, device: str = "auto", **settings: Any
+    export: Path,
+    prompts: str,
+    output: Path,
+    json_output: Path,
+    prompts_file: Path | None = None,
+    device: str = "auto",
+    **settings: Any,
 ) -> None:
-    """Continue every prompt and write the texts as Markdown.
+    """Continue every prompt and write the texts as Markdown and as JSON.
 
     Args:
         export: a Hugging Face GPT-2 folder.
         prompts: a JSON list of texts.
+        prompts_file: see `read_prompts`.
         settings: the fields of `SamplingSettings`.
 
     Raises:
         ValueError: bad prompts or settings, or a folder that cannot be loaded.
     """
-    texts, how = read_prompts(prompts), SamplingSettings(**settings)
+    texts, how = read_prompts(prompts, prompts_file), SamplingSettings(**settings)
     generator = Generator(export, choose_device(device))
     described = export / "export.json"
     known = read_json(described) if described.exists() else {}
     keys = ("run", "step", "dataset", "num_parameters", "dtype", "weights_sha256")
     info = {"model": export.resolve().name} | {key: known[key] for key in keys if key in known}
-    write_text(output, samples_markdown(info, how, [generator.write(t, how) for t in texts]))
+    samples = [generator.write(text, how) for text in texts]
+    write_text(output, samples_markdown(info, how, samples))
+    write_json(json_output, {**info, "settings": vars(how), "samples": [vars(s) for s in samples]})
+
+
+def side_by_side_html(models: list[dict[str, Any]]) -> str:
+    """One table a prompt: a column a model, a row for each of its texts.
+
+    Args:
+        models: contents of the JSON files of `write_samples`.
+
+    Raises:
+        ValueError: the models were given other prompts or were sampled otherwise.
+    """
+    first = models[0]
+    prompts = [sample["prompt"] for sample in first["samples"]]
+    for model in models:
+        same = [sample["prompt"] for sample in model["samples"]] == prompts
+        if not same or model["settings"] != first["settings"]:
+            raise ValueError(
+                f"the texts of {model['model']} and {first['model']} have other prompts or "
+                "settings; delete them to have them written again"
+            )
+    parts = [SIDE_BY_SIDE_HEAD]
+    names = "".join(f"<th>{escape(model['model'])}</th>" for model in models)
+    for number, prompt in enumerate(prompts):
+        columns = [model["samples"][number]["texts"] for model in models]
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{escape(_shown(text))}</td>" for text in row) + "</tr>"
+            for row in zip(*columns, strict=True)
+        )
+        quoted = escape(prompt) or "<em>no prompt</em>"
+        parts.append(f"<blockquote>{quoted}</blockquote><table><tr>{names}</tr>{rows}</table>")
+    how = ", ".join(f"{key} {value}" for key, value in first["settings"].items())
+    return "\n".join([*parts, f"<p>{escape(how)}</p>\n"])
+
+
+SIDE_BY_SIDE_HEAD = """<!DOCTYPE html><meta charset="utf-8"><title>Side by side</title><style>
+body { font-family: sans-serif; margin: 1em } table { table-layout: fixed; width: 100% }
+td { font-family: serif; padding: 0.5em 1em; vertical-align: top; white-space: pre-wrap }
+tr:nth-child(even) { background: #f0f0f0 }
+</style><h1>The same prompts, side by side</h1>"""
+
+
+def _shown(text: str) -> str:
+    return CONTROL_SIGNS.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def compare_samples(files: list[Path], output: Path) -> None:
+    """Write the texts of several models as one page.
+
+    Args:
+        files: JSON of `write_samples`, one a model.
+        output: written, HTML.
+
+    Raises:
+        ValueError: as `side_by_side_html`, or a damaged file.
+    """
+    write_text(output, side_by_side_html([read_json(file) for file in files]))
+
+
+def talk(export: Path, prompt: str | None, device: str = "auto", **settings: Any) -> None:
+    """Continue one prompt, or each line typed at the terminal, and print the texts.
+
+    Args:
+        export: a Hugging Face GPT-2 folder.
+        prompt: None asks for prompts until the end of the input.
+        settings: the fields of `SamplingSettings`.
+
+    Raises:
+        ValueError: bad settings, or a folder that cannot be loaded.
+    """
+    how = SamplingSettings(**settings)
+    generator = Generator(export, choose_device(device))
+    while True:
+        try:
+            asked = input("prompt> ") if prompt is None else prompt
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        for text in generator.write(asked, how).texts:
+            print(f"{asked}{_shown(text)}\n---", flush=True)
+        if prompt is not None:
+            return
