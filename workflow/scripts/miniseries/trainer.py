@@ -243,8 +243,9 @@ class Trainer:
     def _load_detectors(self, state: dict[str, Any]) -> None:
         self.loss_detector.load_state_dict(state["loss_detector"])
         self.norm_detector.load_state_dict(state["norm_detector"])
-        self.divergence.load_state_dict(state["divergence"])
-        if self.loss_scale:
+        if "divergence" in state:  # not in a checkpoint of llm.c, nor in one made before it came
+            self.divergence.load_state_dict(state["divergence"])
+        if self.loss_scale and state.get("loss_scale"):
             self.loss_scale.load_state_dict(state["loss_scale"])
 
     def _make_journal(self) -> Journal:
