@@ -104,11 +104,13 @@ def test_compiled_and_plain_runs_resume_and_export_each_other(start, tmp_path):
         for step in range(3):
             run.journal.step(run.train_step(step))
         run.save(3)
+        run.wait_for_save()
         run = start(folder, compile=second)
         assert run.first_step == 3
         for step in range(3, 6):
             run.journal.step(run.train_step(step))
         run.save(6)
+        run.wait_for_save()
         found[first, second] = losses(folder)
         weights = load_model_weights(checkpoint_folder(folder, 6))
         assert weights.keys() == dict(run.model.named_parameters()).keys()

@@ -463,6 +463,7 @@ def test_other_precisions_learn_as_fp32_does_and_resume_bit_by_bit(
         assert run.first_step == first
         reports = [run.train_step(step) for step in range(first, last)]
         run.save(last)
+        run.wait_for_save()
         torch.distributed.destroy_process_group()
         return reports
 
