@@ -64,7 +64,7 @@ class RealProject:
         if folder.exists():
             return
         ignore = shutil.ignore_patterns("__pycache__")
-        for name in ("config", "profiles", "workflow", "tests/config"):
+        for name in ("benchmarks", "config", "profiles", "workflow", "tests/config"):
             shutil.copytree(ROOT / name, folder / name, ignore=ignore)
         shutil.copy2(ROOT / "Snakefile", folder)
         if overlay is not None:

@@ -41,9 +41,10 @@ SCRIPTS = {
     "hub": "fetch_shard fetch_questions verify_dataset write_eval_file",
     "hub text": "list_files tokenize_file",
     "hub model": "fetch_weights score_task run_harness",
-    "by hand": "bench_run bench_data",
+    "measured": "bench_run collect_bench write_profile write_ladder write_plan write_comparison",
+    "by hand": "bench_data",
     # against a stand-in for the hub's client in test_export.py; as a command in test_pretrained.py
-    "elsewhere": "push_model import_llmc compare_samples sample",
+    "elsewhere": "push_model import_llmc compare_samples sample replay_step",
 }
 
 
@@ -213,6 +214,21 @@ def test_two_processes_give_the_losses_of_one(own_text):
     command += ["--settings", settings, "--manifest", manifest, "--output", "bench.json"]
     subprocess.run(command, cwd=own_text.folder, check=True, timeout=300)
     assert read_json(own_text.folder / "bench.json")["tokens_per_second"]["median"] > 0
+
+
+@pytest.mark.slow
+def test_bench_profile_ladder_plan_and_comparison_run_on_a_cpu(make_project):
+    project = make_project(CONFIGS / "faults.yaml")
+    bench = {"dataset": "builtin", "steps": 2, "rows": [{"run": "tiny", "profile": True}]}
+    project.configure({"bench": bench, "ladder": {"dataset": "builtin", "steps": 2}})
+    project.succeed("bench", "profile", "ladder", "plan", "compare")
+    assert set(SCRIPTS["measured"].split()) <= project.scripts_started()
+    (row,) = project.path("bench/rows").glob("*.json")
+    assert read_json(row)["tokens_per_second"]["median"] > 0
+    assert "| tiny |" in project.path("bench/bench.md").read_text()
+    assert "fp32" in project.path("ladder/ladder.md").read_text()
+    assert project.path("plots/ladder.png").stat().st_size > 10_000
+    assert "1558m" in project.path("plan.md").read_text()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from miniseries.metrics import run_main
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--measured", type=Path, nargs="+", required=True, help="files <device>.json of the bench"
+        "--measured", type=Path, nargs="*", required=True, help="files <device>.json of the bench"
     )
     parser.add_argument("--output", type=Path, help="the table, Markdown")
     parser.add_argument("--readme", type=Path, help="gets its own table between two marks")
