@@ -230,6 +230,7 @@ def test_stops_at_random_steps_by_each_signal_change_no_batch_and_no_bit(manifes
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # 21 starts, on a machine that may be busy
 def test_twenty_kills_during_saves_never_leave_a_torn_checkpoint(manifest, tmp_path):
     """R09, on one process and on two in turns."""
     changes = {"max_steps": 10000, "checkpoint_every_steps": 2, "keep_checkpoints": 3}
