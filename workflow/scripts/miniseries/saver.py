@@ -125,6 +125,9 @@ class Saver:
         checkpoint.save_checkpoint(self.run_folder, step, copies, state, self.world, self.group)
         if self.world.is_main:
             self.when_complete()
+        # all are done at the same time: one that went on would wait in a collective of training,
+        # which may not last as long
+        dist.barrier(group=self.group)
         return time.monotonic() - start
 
     def finished(self) -> tuple[int, float] | None:
