@@ -109,7 +109,7 @@ def make_settings(path: Path, **changes: Any) -> Path:
         "checkpoint_every_steps": 4,
         "keep_checkpoints": 0,
         "keep_every_steps": 0,
-        "ranges_every_steps": 5,
+        "ranges_every_steps": 0,
         "stall_seconds": 300,
         "export_steps": [],
     }
