@@ -18,7 +18,7 @@ SECONDS = float(os.environ.get("FAULT_SECONDS", 0))
 
 def slow_compile() -> None:
     """The first forward call takes very long."""
-    from miniseries.model import GPT
+    from miniseries.model.gpt import GPT
 
     forward = GPT.forward
 
@@ -37,7 +37,7 @@ def slow_forward_in(name: str) -> None:
     """Each forward call without gradients takes a second: validation, HellaSwag, sampling."""
     import torch
 
-    from miniseries.model import GPT
+    from miniseries.model.gpt import GPT
 
     forward = GPT.forward
 
@@ -69,7 +69,7 @@ def out_of_memory() -> None:
     """The second process has no memory for step 5 with more than two sequences at a time."""
     import torch
 
-    from miniseries.trainer import Trainer
+    from miniseries.training.trainer import Trainer
 
     train_step = Trainer.train_step
 
@@ -85,7 +85,7 @@ def greedy() -> None:
     """Real memory runs out at step 5 with more than 32 sequences at a time."""
     import torch
 
-    from miniseries.trainer import Trainer
+    from miniseries.training.trainer import Trainer
 
     train_step = Trainer.train_step
 
@@ -107,8 +107,8 @@ def note_batches(file: Path) -> None:
 
     import torch
 
-    from miniseries.model import GPT
-    from miniseries.trainer import Trainer
+    from miniseries.model.gpt import GPT
+    from miniseries.training.trainer import Trainer
 
     forward, train_step = GPT.forward, Trainer.train_step
     place = {"step": 0, "micro_step": 0}
@@ -144,7 +144,7 @@ elif FAULT == "greedy":
 if os.environ.get("COLLECTIVE_SECONDS") and RANK >= 0:
     from datetime import timedelta
 
-    from miniseries import distributed
+    from miniseries.training import distributed
 
     distributed.COLLECTIVE_TIMEOUT = timedelta(seconds=float(os.environ["COLLECTIVE_SECONDS"]))
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from miniseries.encode import gpt2_encoding
+from miniseries.data.encode import gpt2_encoding
+from miniseries.data.shards import build_manifest, describe_shard, write_shard
 from miniseries.metrics import read_metrics, write_json
-from miniseries.shards import build_manifest, describe_shard, write_shard
 
 PROJECT = Path(__file__).parents[1]
 TRAIN_SCRIPT = PROJECT / "workflow" / "scripts" / "train_run.py"

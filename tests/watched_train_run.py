@@ -12,7 +12,7 @@ if os.environ.get("RANK") == "0" and "--find-micro-batch" not in sys.argv:
     import torch
     from torch._dynamo.utils import counters
 
-    from miniseries.journal import Journal
+    from miniseries.training.journal import Journal
 
     step = Journal.step
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from stand_ins import PROJECT, losses, make_settings, train_command
 
-from miniseries.checkpoint import checkpoint_folder, load_model_weights, saved_steps
 from miniseries.metrics import read_json, read_metrics
+from miniseries.training.checkpoint import checkpoint_folder, load_model_weights, saved_steps
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,12 +11,13 @@ import torch
 from stand_ins import make_dataset, make_questions, make_settings
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from miniseries import formulas, trainer
-from miniseries.distributed import start_world
-from miniseries.launcher import freeze
+from miniseries.data.shards import load_manifest
+from miniseries.evaluation.scoring import choice_scores
 from miniseries.metrics import read_metrics
-from miniseries.scoring import choice_scores
-from miniseries.shards import load_manifest
+from miniseries.model import formulas
+from miniseries.training import trainer
+from miniseries.training.distributed import start_world
+from miniseries.training.launcher import freeze
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from miniseries.bench import made_up_questions
-from miniseries.choices import HELLASWAG_ITEMS
-from miniseries.distributed import shard_model, start_world
-from miniseries.model import GPT, GPTConfig, init_weights
-from miniseries.scoring import choice_scores
+from miniseries.evaluation.choices import HELLASWAG_ITEMS
+from miniseries.evaluation.scoring import choice_scores
+from miniseries.model.gpt import GPT, GPTConfig, init_weights
+from miniseries.speed.bench import made_up_questions
+from miniseries.training.distributed import shard_model, start_world
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from stand_ins import PROJECT, make_dataset, make_settings
 
-from miniseries import bench, rungs
-from miniseries.bench import MEASURES, Job, made_up_questions, measure, not_measurable
-from miniseries.choices import LLMC
-from miniseries.distributed import start_world
-from miniseries.formulas import attention
-from miniseries.rows import LADDER
-from miniseries.rungs import plain_attention
-from miniseries.shards import load_manifest
-from miniseries.trainer import Trainer
+from miniseries.data.shards import load_manifest
+from miniseries.evaluation.choices import LLMC
+from miniseries.model.formulas import attention
+from miniseries.speed import bench, rungs
+from miniseries.speed.bench import MEASURES, Job, made_up_questions, measure, not_measurable
+from miniseries.speed.rows import LADDER
+from miniseries.speed.rungs import plain_attention
+from miniseries.training.distributed import start_world
+from miniseries.training.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def last_loss(job, **row):
 
 
 def test_what_the_trainer_does_not_load_is_no_part_of_the_start():
-    code = "import sys, miniseries.bench; print('transformers' in sys.modules)"
+    code = "import sys, miniseries.speed.bench; print('transformers' in sys.modules)"
     command = [sys.executable, "-c", code]
     folder = PROJECT / "workflow/scripts"
     assert subprocess.check_output(command, cwd=folder, text=True).strip() == "False"

@@ -1,6 +1,6 @@
 import torch
 
-from miniseries.bits import scramble
+from miniseries.training.bits import scramble
 
 
 def test_scrambled_numbers_are_those_of_splitmix64():

@@ -2,8 +2,8 @@ import copy
 
 import pytest
 
-from miniseries.branches import branch_problems, note_branches, with_step
 from miniseries.settings import is_kept
+from miniseries.training.branches import branch_problems, note_branches, with_step
 
 TRUNK = {"learning_rate": 6e-4, "lr_schedule": "wsd", "warmup_steps": 100, "max_steps": 1000}
 TRUNK |= {"final_lr_fraction": 0.1, "seed": 42, "precision": "bf16"}

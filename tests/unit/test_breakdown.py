@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from miniseries.breakdown import (
+from miniseries.model.gpt import GPT, GPTConfig, init_weights
+from miniseries.speed.breakdown import (
     COLLECTIVES,
     Kernel,
     break_down,
@@ -16,7 +17,6 @@ from miniseries.breakdown import (
     visible_time,
     write_top_kernels,
 )
-from miniseries.model import GPT, GPTConfig, init_weights
 
 MAIN, AUTOGRAD = 100, 200  # threads
 

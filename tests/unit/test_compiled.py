@@ -7,15 +7,15 @@ import torch
 from stand_ins import losses, make_dataset, make_questions, make_settings
 from transformers import GPT2LMHeadModel
 
-from miniseries import trainer
-from miniseries.checkpoint import checkpoint_folder, load_model_weights
-from miniseries.distributed import start_world
-from miniseries.export import export_model
-from miniseries.launcher import freeze
+from miniseries.data.shards import load_manifest
+from miniseries.evaluation.export import export_model
+from miniseries.evaluation.scoring import choice_scores
 from miniseries.metrics import read_metrics
-from miniseries.optimizer import make_optimizer
-from miniseries.scoring import choice_scores
-from miniseries.shards import load_manifest
+from miniseries.training import trainer
+from miniseries.training.checkpoint import checkpoint_folder, load_model_weights
+from miniseries.training.distributed import start_world
+from miniseries.training.launcher import freeze
+from miniseries.training.optimizer import make_optimizer
 
 pytestmark = [
     pytest.mark.slow,

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from miniseries import corpus
-from miniseries.corpus import Findings, Part, Piece, is_validation, plan_parts, read_part
+from miniseries.data import corpus
+from miniseries.data.corpus import Findings, Part, Piece, is_validation, plan_parts, read_part
 
 
 def read(tmp_path, *patterns, **options):

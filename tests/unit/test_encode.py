@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tiktoken_ext import openai_public
 
-from miniseries import encode
-from miniseries.encode import encode_texts, gpt2_encoding
+from miniseries.data import encode
+from miniseries.data.encode import encode_texts, gpt2_encoding
 
 WORDS = ["'s", "'ll", " ", "\n", "\t", "the", " of", "1", "23", "...", "<|endoftext|>", "\r\n"]
 NASTY = [word * 10_000 for word in ["^", " ", "\n", "ab"]] + ["a\0b", "<|endoftext|>", "x\ufeff"]

@@ -10,21 +10,21 @@ import pytest
 import torch
 from test_export import CONFIG, make_data, make_run, trained_model
 
-from miniseries.choices import encode_questions, right_answers
-from miniseries.distributed import shard_model, start_world
-from miniseries.encode import gpt2_encoding
-from miniseries.evaluation import (
+from miniseries.data.encode import gpt2_encoding
+from miniseries.data.shards import load_manifest, open_shard
+from miniseries.evaluation.choices import encode_questions, right_answers
+from miniseries.evaluation.export import export_model
+from miniseries.evaluation.scores import (
     score_export,
     score_task,
     strided_rows,
     token_bytes,
     validation_bytes,
 )
-from miniseries.export import export_model
+from miniseries.evaluation.scoring import choice_scores, validation_loss
 from miniseries.metrics import read_json
-from miniseries.model import GPT
-from miniseries.scoring import choice_scores, validation_loss
-from miniseries.shards import load_manifest, open_shard
+from miniseries.model.gpt import GPT
+from miniseries.training.distributed import shard_model, start_world
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -16,18 +16,18 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from miniseries import export
-from miniseries.encode import gpt2_encoding
-from miniseries.export import export_llmc, export_model, push_model
-from miniseries.huggingface import load_export
-from miniseries.llmc import read_model
-from miniseries.model import GPT, GPTConfig
-from miniseries.shards import build_manifest, describe_shard, write_shard
+from miniseries.data.encode import gpt2_encoding
+from miniseries.data.shards import build_manifest, describe_shard, write_shard
+from miniseries.evaluation import export
+from miniseries.evaluation.export import export_llmc, export_model, push_model
+from miniseries.evaluation.huggingface import load_export
+from miniseries.evaluation.llmc import read_model
+from miniseries.model.gpt import GPT, GPTConfig
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-SCRIPTS = Path(export.__file__).parent.parent
+SCRIPTS = Path(export.__file__).parents[2]
 CONFIG = GPTConfig(num_layers=2, num_heads=2, channels=16, sequence_length=32)
 STEP = 10
 

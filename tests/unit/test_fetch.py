@@ -13,12 +13,12 @@ import pytest
 from hub import COMMIT, FAST, REPOSITORY, shard_bytes
 from huggingface_hub import constants
 
-from miniseries import fetch
-from miniseries.fetch import assemble_manifest, fetch_file, fetch_shard, list_files
-from miniseries.shards import load_manifest
+from miniseries.data import fetch
+from miniseries.data.fetch import assemble_manifest, fetch_file, fetch_shard, list_files
+from miniseries.data.shards import load_manifest
 
 DATASET = {"source": "hub-shards", "repository": REPOSITORY, "prefix": "t", "num_shards": 2}
-SCRIPTS = Path(fetch.__file__).parent.parent
+SCRIPTS = Path(fetch.__file__).parents[2]
 
 
 @pytest.fixture

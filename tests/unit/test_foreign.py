@@ -6,9 +6,9 @@ import struct
 import numpy as np
 import pytest
 
-from miniseries import foreign
-from miniseries.prepare import prepare_dataset
-from miniseries.shards import load_manifest, open_shard, verify_shards
+from miniseries.data import foreign
+from miniseries.data.prepare import prepare_dataset
+from miniseries.data.shards import load_manifest, open_shard, verify_shards
 
 TOKENS = np.random.RandomState(0).randint(50_257, size=2_500).astype("<u2")
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from stand_ins import PROJECT, losses, make_dataset, make_settings, train_here
 
-from miniseries import guards, ranges, trainer
-from miniseries.checkpoint import checkpoint_folder, saved_steps
-from miniseries.distributed import start_world
-from miniseries.guards import DIVERGED_STEPS, Diverged, DivergenceDetector, Rollbacks
-from miniseries.launcher import freeze
+from miniseries.data.shards import load_manifest
 from miniseries.metrics import read_json, read_metrics
-from miniseries.shards import load_manifest
+from miniseries.training import guards, ranges, trainer
+from miniseries.training.checkpoint import checkpoint_folder, saved_steps
+from miniseries.training.distributed import start_world
+from miniseries.training.guards import DIVERGED_STEPS, Diverged, DivergenceDetector, Rollbacks
+from miniseries.training.launcher import freeze
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,7 @@ def test_a_step_done_twice_is_identical_and_the_run_is_left_alone(manifest, tmp_
 
 
 def test_a_bit_that_flips_between_two_replays_is_found_and_named(manifest, tmp_path, start):
-    from miniseries.replay import _do_twice
+    from miniseries.training.replay import _do_twice
 
     run = start(tmp_path)
     train_step, calls = run.train_step, []

@@ -7,10 +7,10 @@ import torch
 from test_evaluation import made_questions
 from test_export import make_data, make_run, trained_model
 
-from miniseries import harness
-from miniseries.evaluation import score_export
-from miniseries.export import export_model
-from miniseries.harness import leaderboard_mean, local_files, parse_task, run_harness
+from miniseries.evaluation import harness
+from miniseries.evaluation.export import export_model
+from miniseries.evaluation.harness import leaderboard_mean, local_files, parse_task, run_harness
+from miniseries.evaluation.scores import score_export
 from miniseries.metrics import read_json
 
 torch.set_num_threads(1)

@@ -3,11 +3,11 @@ import time
 import pytest
 import torch
 
-from miniseries import memory
-from miniseries.journal import Journal
 from miniseries.metrics import read_metrics
-from miniseries.model import GPT, GPTConfig
-from miniseries.optimizer import make_optimizer
+from miniseries.model.gpt import GPT, GPTConfig
+from miniseries.training import memory
+from miniseries.training.journal import Journal
+from miniseries.training.optimizer import make_optimizer
 
 MIB = 1 << 20
 

@@ -9,8 +9,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
-from miniseries import formulas
-from miniseries.model import GPT, GPTConfig
+from miniseries.model import formulas
+from miniseries.model.gpt import GPT, GPTConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PRECISIONS = [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)]
@@ -50,7 +50,7 @@ def assert_same(ours, plain, inputs, limit):
 
 @pytest.mark.parametrize(("dtype", "limit"), PRECISIONS)
 def test_addition_and_norm_are_the_plain_ones(dtype, limit):
-    from miniseries import fast_formulas
+    from miniseries.model import fast_formulas
 
     rows = [randn(3, 7, 48, dtype=dtype), randn(3, 7, 48, dtype=dtype).flip(0)]
     vectors = [randn(48, dtype=dtype), randn(48, dtype=dtype) + 1, randn(48, dtype=dtype)]
@@ -59,7 +59,7 @@ def test_addition_and_norm_are_the_plain_ones(dtype, limit):
 
 @pytest.mark.parametrize(("dtype", "limit"), PRECISIONS)
 def test_the_mlp_is_the_plain_one(dtype, limit):
-    from miniseries import fast_formulas
+    from miniseries.model import fast_formulas
 
     inputs = [randn(2, 21, 40, dtype=dtype), randn(160, 40, dtype=dtype, scale=0.2)]
     inputs += [randn(160, dtype=dtype), randn(40, 160, dtype=dtype, scale=0.1)]
@@ -68,7 +68,7 @@ def test_the_mlp_is_the_plain_one(dtype, limit):
 
 @pytest.mark.parametrize(("dtype", "limit"), PRECISIONS)
 def test_loss_and_gradient_of_the_logits_are_the_plain_ones(dtype, limit):
-    from miniseries import kernels
+    from miniseries.model import kernels
 
     logits = randn(5, PADDED, dtype=dtype, scale=3.0)
     logits[1, 700] = 300  # more than e^x holds in float32, if nothing were subtracted
@@ -81,7 +81,7 @@ def test_loss_and_gradient_of_the_logits_are_the_plain_ones(dtype, limit):
 
 
 def test_rows_are_scaled_to_the_range_of_fp8_and_back():
-    from miniseries.quantization import quantize_rows
+    from miniseries.model.quantization import quantize_rows
 
     x = randn(7, 300) * torch.logspace(-6, 2, 7, device=DEVICE)[:, None]
     x[3] = 0
@@ -93,7 +93,7 @@ def test_rows_are_scaled_to_the_range_of_fp8_and_back():
 
 
 def test_linear_layers_in_fp8_are_near_the_plain_ones():
-    from miniseries import fp8_formulas
+    from miniseries.model import fp8_formulas
 
     def norm_and_mlp(x, bias, *parameters):
         _, normed = fp8_formulas.add_norm(x, torch.zeros_like(x), bias, bias + 1, bias)
@@ -113,7 +113,7 @@ def test_linear_layers_in_fp8_are_near_the_plain_ones():
 
 @pytest.mark.parametrize(("dtype", "limit"), PRECISIONS)
 def test_a_model_with_all_of_them_has_the_plain_models_loss_and_gradients(dtype, limit):
-    from miniseries import fast_formulas, kernels
+    from miniseries.model import fast_formulas, kernels
 
     torch.manual_seed(0)
     plain = GPT(GPTConfig(2, 2, 32, 16, VOCAB, PADDED)).to(DEVICE, dtype)
@@ -137,7 +137,7 @@ def test_a_model_with_all_of_them_has_the_plain_models_loss_and_gradients(dtype,
 
 
 def test_a_device_without_our_kernels_gets_the_plain_formulas(monkeypatch):
-    from miniseries import fast_formulas, fp8_formulas
+    from miniseries.model import fast_formulas, fp8_formulas
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")

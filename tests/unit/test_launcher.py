@@ -16,10 +16,10 @@ import pytest
 import torch
 from stand_ins import losses, make_dataset, make_settings, train_command, train_here
 
-from miniseries import microbatch
-from miniseries.checkpoint import checkpoint_folder, load_model_weights, saved_steps
 from miniseries.metrics import read_json, read_metrics
-from miniseries.supervisor import STOPPED, Ears, supervise
+from miniseries.training import microbatch
+from miniseries.training.checkpoint import checkpoint_folder, load_model_weights, saved_steps
+from miniseries.training.supervisor import STOPPED, Ears, supervise
 
 FAULTY = Path(__file__).parents[1] / "faulty_train_run.py"
 LEAVES_WITHIN = 25.0  # seconds after a signal, at any moment

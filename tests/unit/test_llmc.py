@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from miniseries import llmc
-from miniseries.encode import gpt2_encoding
-from miniseries.llmc import (
+from miniseries.data.encode import gpt2_encoding
+from miniseries.evaluation import llmc
+from miniseries.evaluation.llmc import (
     layout,
     num_elements,
     read_model,
@@ -20,7 +20,7 @@ from miniseries.llmc import (
     write_model,
     write_tokenizer,
 )
-from miniseries.model import GPT, GPTConfig
+from miniseries.model.gpt import GPT, GPTConfig
 
 torch.set_num_threads(1)
 CONFIG = GPTConfig(num_layers=2, num_heads=2, channels=16, sequence_length=32)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from miniseries.loader import LlmcOrder, Loader, WindowOrder, _LlmcProcess
-from miniseries.shards import open_shard, write_shard
+from miniseries.data.shards import open_shard, write_shard
+from miniseries.training.loader import LlmcOrder, Loader, WindowOrder, _LlmcProcess
 
 T = 8
 LLM_C = {"token_order": "llm.c", "llm_c_micro_batch": 1, "llm_c_processes": 2}

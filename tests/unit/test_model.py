@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from miniseries.formulas import Formulas, chunk_rows, mean_loss, token_losses
-from miniseries.huggingface import from_huggingface
-from miniseries.model import GPT, GPTConfig, init_weights
+from miniseries.evaluation.huggingface import from_huggingface
+from miniseries.model.formulas import Formulas, chunk_rows, mean_loss, token_losses
+from miniseries.model.gpt import GPT, GPTConfig, init_weights
 from miniseries.shapes import keys_of_model
 
 torch.set_num_threads(1)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.distributed.tensor import distribute_tensor
 
-from miniseries.bits import scramble
-from miniseries.distributed import shard_model, start_world
-from miniseries.model import GPT, GPTConfig, init_weights
-from miniseries.optimizer import (
+from miniseries.model.gpt import GPT, GPTConfig, init_weights
+from miniseries.training.bits import scramble
+from miniseries.training.distributed import shard_model, start_world
+from miniseries.training.optimizer import (
     LossScale,
     RoundingAdamW,
     ZScore,

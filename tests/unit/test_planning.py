@@ -7,8 +7,9 @@ import pytest
 import torch
 import yaml
 
-from miniseries.model import GPT, GPTConfig
-from miniseries.planning import (
+from miniseries.model.gpt import GPT, GPTConfig
+from miniseries.settings import resolve_runs
+from miniseries.speed.planning import (
     DEVICES,
     counted_bytes,
     largest_micro_batch,
@@ -20,7 +21,6 @@ from miniseries.planning import (
     tokens_per_second,
     write_plan,
 )
-from miniseries.settings import resolve_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = yaml.safe_load((ROOT / "workflow/schemas/config.schema.yaml").read_text())

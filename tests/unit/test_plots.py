@@ -11,8 +11,16 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
-from miniseries.plots import RED, Style, draw_run, draw_series, draw_speed, plot_run, plot_series
-from miniseries.runlog import (
+from miniseries.reporting.plots import (
+    RED,
+    Style,
+    draw_run,
+    draw_series,
+    draw_speed,
+    plot_run,
+    plot_series,
+)
+from miniseries.reporting.runlog import (
     Baseline,
     Run,
     find_baseline,

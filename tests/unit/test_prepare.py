@@ -15,13 +15,13 @@ import numpy as np
 import psutil
 import pytest
 
-from miniseries import corpus, prepare
-from miniseries.corpus import is_validation
-from miniseries.encode import gpt2_encoding
-from miniseries.prepare import prepare_dataset
-from miniseries.shards import load_manifest, open_shard
+from miniseries.data import corpus, prepare
+from miniseries.data.corpus import is_validation
+from miniseries.data.encode import gpt2_encoding
+from miniseries.data.prepare import prepare_dataset
+from miniseries.data.shards import load_manifest, open_shard
 
-SCRIPTS = Path(prepare.__file__).parent.parent
+SCRIPTS = Path(prepare.__file__).parents[2]
 
 
 def write_lines(path, texts):

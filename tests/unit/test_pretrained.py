@@ -13,14 +13,14 @@ from stand_ins import TRAIN_SCRIPT, losses, make_dataset, make_settings, train_c
 from test_llmc import PARTS, made_weights, write_states
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from miniseries import pretrained
-from miniseries.checkpoint import checkpoint_folder, load_model_weights
-from miniseries.export import export_model
-from miniseries.huggingface import load_export, read_weights, to_huggingface
-from miniseries.llmc import write_model
+from miniseries.evaluation.export import export_model
+from miniseries.evaluation.huggingface import load_export, read_weights, to_huggingface
+from miniseries.evaluation.llmc import write_model
 from miniseries.metrics import read_json, read_metrics
-from miniseries.model import GPT, GPTConfig
-from miniseries.pretrained import (
+from miniseries.model.gpt import GPT, GPTConfig
+from miniseries.training import pretrained
+from miniseries.training.checkpoint import checkpoint_folder, load_model_weights
+from miniseries.training.pretrained import (
     fetch_weights,
     freeze_start,
     import_llmc,

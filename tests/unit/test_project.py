@@ -14,7 +14,10 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "workflow/scripts"
 PACKAGE = SCRIPTS / "miniseries"
-MODULES = sorted(path for path in PACKAGE.glob("*.py") if path.stem != "__init__")
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.stem != "__init__")
+FOLDERS = {"miniseries"} | {
+    f"miniseries.{path.parent.name}" for path in PACKAGE.glob("*/__init__.py")
+}
 README = (ROOT / "README.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = [line for extra in PROJECT["optional-dependencies"].values() for line in extra]
@@ -52,13 +55,13 @@ def git(*arguments: str) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """Every module that a file imports, wherever in it; `miniseries.x` for those of the package."""
+    """Every module that a file imports, wherever in it; `miniseries...` for the package's."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module == "miniseries":
-            found |= {f"miniseries.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module in FOLDERS:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name}: a relative import"
             found.add(node.module)
@@ -67,7 +70,7 @@ def imports(path: Path) -> set[str]:
 
 def earlier_modules(path: Path) -> set[str]:
     """Names of the package's modules that one of them imports."""
-    return {name.split(".")[1] for name in imports(path) if name.startswith("miniseries.")}
+    return {name.split(".")[-1] for name in imports(path) if name.startswith("miniseries.")}
 
 
 def indented(text: str) -> list[str]:
@@ -82,9 +85,17 @@ def ordered_modules() -> list[str]:
     return re.findall(r"\w+", " ".join(indented(section)))
 
 
-def tree() -> list[str]:
-    """Lines of the README's tree."""
-    return indented(README.split("## What is where")[1])
+def tree() -> list[Path]:
+    """Files and folders that the README's tree names, by their indentation."""
+    found, folders = [], [ROOT]
+    for line in indented(README.split("## What is where")[1]):
+        if not line.split():
+            continue
+        depth = (len(line) - len(line.lstrip())) // 2
+        names = re.split(r"\s{2,}", line.strip())[0].split(", ")
+        found += [folders[depth] / name for name in names]
+        folders[depth + 1 :] = [found[-1]]
+    return found
 
 
 def command_with(word: str) -> str:
@@ -104,6 +115,11 @@ def test_no_script_or_module_is_named_like_python_s_or_a_dependency_s():
     taken |= OPTIONAL | {"evaluate", "lm_eval", "miniseries"}
     names = {path.stem for path in SCRIPTS.glob("*.py")} | {path.stem for path in MODULES}
     assert not names & taken
+
+
+def test_no_two_test_files_have_one_name():
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) == len(set(names)), "pytest would collect neither"
 
 
 def test_each_module_imports_only_modules_before_it():
@@ -159,29 +175,18 @@ def test_constraints_pin_every_dependency_within_its_range():
 
 
 def test_the_readme_s_tree_names_every_script_rule_file_and_module():
-    named = [line.split()[0] for line in tree() if line.split()]
-    files = [*SCRIPTS.glob("*.py"), *MODULES, *(ROOT / "workflow/rules").glob("*.smk")]
-    assert {path.name for path in files} <= set(named)
+    named = tree()
     assert len(named) == len(set(named))
+    assert [path for path in named if not path.exists()] == []
+    files = [*SCRIPTS.glob("*.py"), *MODULES, *(ROOT / "workflow/rules").glob("*.smk")]
+    assert set(files) <= set(named)
 
 
-def test_the_readme_s_tree_names_nothing_that_is_not_there():
-    folder = Path()
-    for line in tree():
-        if not line.split():
-            continue
-        name = line.split()[0].rstrip(",")
-        if line.startswith("  "):
-            assert (ROOT / folder / name).exists(), name
-        else:
-            folder = Path(name)
-            assert (ROOT / folder).exists(), name
-
-
-def test_the_readme_s_tree_has_the_modules_in_their_order():
-    named = [line.split()[0].removesuffix(".py") for line in tree() if line.split()]
-    modules = set(ordered_modules())
-    assert [name for name in named if name in modules] == ordered_modules()
+def test_the_readme_s_tree_has_the_modules_of_a_folder_in_their_order():
+    order = ordered_modules()
+    for folder in {path.parent for path in MODULES}:
+        places = [order.index(p.stem) for p in tree() if p.parent == folder and p.stem in order]
+        assert places == sorted(places), folder
 
 
 def test_ci_runs_the_readme_s_test_command_word_for_word():

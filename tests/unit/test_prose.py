@@ -2,7 +2,7 @@
 
 from itertools import islice
 
-from miniseries import prose
+from miniseries.data import prose
 
 
 def test_docstrings_come_in_the_order_of_the_source(tmp_path):

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from hub import FAST, REPOSITORY
 
-from miniseries import questions
-from miniseries.encode import gpt2_encoding
-from miniseries.questions import (
+from miniseries.data import questions
+from miniseries.data.encode import gpt2_encoding
+from miniseries.data.questions import (
     HELLASWAG_FILE,
     Passage,
     fetch_questions,
@@ -22,7 +22,7 @@ from miniseries.questions import (
     slice_passages,
     write_eval_file,
 )
-from miniseries.shards import write_shard
+from miniseries.data.shards import write_shard
 
 
 def test_passages_are_whole_sentences_and_code_is_left_out():

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from stand_ins import PROJECT, make_dataset, make_settings
 
-from miniseries import rows
-from miniseries.rows import LADDER, resolve_rows, row_of_settings, run_row
 from miniseries.settings import resolve_runs
+from miniseries.speed import rows
+from miniseries.speed.rows import LADDER, resolve_rows, row_of_settings, run_row
 
 SCHEMA = yaml.safe_load((PROJECT / "workflow/schemas/config.schema.yaml").read_text())
 CONFIG = yaml.safe_load((PROJECT / "config/config.yaml").read_text())
@@ -83,7 +83,7 @@ def test_each_rung_adds_one_thing():
 
 
 def test_rows_and_their_processes_load_no_pytorch():
-    code = "import sys, miniseries.rows; print('torch' in sys.modules)"
+    code = "import sys, miniseries.speed.rows; print('torch' in sys.modules)"
 
     command = [sys.executable, "-c", code]
     folder = PROJECT / "workflow/scripts"

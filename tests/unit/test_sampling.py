@@ -9,11 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from miniseries import sampling
-from miniseries.encode import gpt2_encoding
-from miniseries.huggingface import huggingface_config, to_huggingface, write_tokenizer
-from miniseries.model import GPT, GPTConfig
-from miniseries.sampling import (
+from miniseries.data.encode import gpt2_encoding
+from miniseries.evaluation import sampling
+from miniseries.evaluation.huggingface import huggingface_config, to_huggingface, write_tokenizer
+from miniseries.evaluation.sampling import (
     Generator,
     Samples,
     SamplingSettings,
@@ -24,6 +23,7 @@ from miniseries.sampling import (
     text_block,
     write_samples,
 )
+from miniseries.model.gpt import GPT, GPTConfig
 
 torch.set_num_threads(1)
 
@@ -212,7 +212,7 @@ def test_a_folder_whose_weights_do_not_fit_is_refused(tmp_path, model):
 
 
 def test_the_command_writes_the_file_and_stays_quiet(folder, tmp_path):
-    script = Path(sampling.__file__).parent.parent / "write_samples.py"
+    script = Path(sampling.__file__).parents[2] / "write_samples.py"
     arguments = ["--export", folder, "--prompts", '["The cat"]', "--output", tmp_path / "s.md"]
     arguments += ["--json", tmp_path / "s.json"]
     arguments += ["--num-samples", 1, "--max-new-tokens", 4, "--top-k", 50, "--temperature", 0.9]

@@ -1,6 +1,6 @@
 import pytest
 
-from miniseries.schedule import learning_rate_at
+from miniseries.training.schedule import learning_rate_at
 
 D48 = {"peak": 6e-4, "warmup_steps": 700, "max_steps": 32000, "final_fraction": 0.1}
 

@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from miniseries import scoring
-from miniseries.choices import (
+from miniseries.data.encode import gpt2_encoding
+from miniseries.data.shards import Manifest, write_shard
+from miniseries.evaluation import scoring
+from miniseries.evaluation.choices import (
     Candidate,
     Question,
     clean_text,
@@ -21,15 +23,13 @@ from miniseries.choices import (
     question_set,
     right_answers,
 )
-from miniseries.distributed import shard_model, start_world
-from miniseries.encode import gpt2_encoding
-from miniseries.model import GPT, GPTConfig, init_weights
-from miniseries.scoring import (
+from miniseries.evaluation.scoring import (
     choice_scores,
     validation_loss,
     validation_windows,
 )
-from miniseries.shards import Manifest, write_shard
+from miniseries.model.gpt import GPT, GPTConfig, init_weights
+from miniseries.training.distributed import shard_model, start_world
 
 torch.set_num_threads(1)
 

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from miniseries.shards import (
+from miniseries.data.shards import (
     build_manifest,
     check_ids,
     describe_shard,

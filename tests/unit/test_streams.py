@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from stand_ins import llmc_shards
 
-from miniseries import streams
-from miniseries.corpus import Document, Findings, plan_parts
-from miniseries.encode import gpt2_encoding
-from miniseries.streams import Segment, encode_documents, identify, plan_shards, tokenize_part
+from miniseries.data import streams
+from miniseries.data.corpus import Document, Findings, plan_parts
+from miniseries.data.encode import gpt2_encoding
+from miniseries.data.streams import Segment, encode_documents, identify, plan_shards, tokenize_part
 
 
 def write_lines(path, texts):

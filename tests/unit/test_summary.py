@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from miniseries.summary import write_summary
+from miniseries.reporting.summary import write_summary
 
 SCRIPTS = Path(__file__).parents[2] / "workflow/scripts"
 SMALLEST = {"num_layers": 12, "num_heads": 12, "channels": 768, "sequence_length": 1024}

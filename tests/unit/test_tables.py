@@ -6,7 +6,8 @@ import json
 import pytest
 from stand_ins import PROJECT
 
-from miniseries.comparison import (
+from miniseries.metrics import read_json
+from miniseries.speed.comparison import (
     BEGIN,
     END,
     SPEEDS,
@@ -17,9 +18,8 @@ from miniseries.comparison import (
     readme_table,
     write_comparison,
 )
-from miniseries.metrics import read_json
-from miniseries.rows import LADDER
-from miniseries.tables import collect, write_ladder, write_profile
+from miniseries.speed.rows import LADDER
+from miniseries.speed.tables import collect, write_ladder, write_profile
 
 BENCHMARKS = sorted((PROJECT / "benchmarks").glob("*.json"))
 PUBLISHED = read_json(SPEEDS)["speeds"]

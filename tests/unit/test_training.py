@@ -15,13 +15,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from stand_ins import batch_hashes, losses, make_dataset, make_settings, train_command, train_here
 
-from miniseries import checkpoint, trainer
-from miniseries.checkpoint import checkpoint_folder, load_model_weights, saved_steps
-from miniseries.distributed import start_world
-from miniseries.launcher import freeze, launch
-from miniseries.loader import Loader
+from miniseries.data.shards import load_manifest
 from miniseries.metrics import read_json, read_metrics
-from miniseries.shards import load_manifest
+from miniseries.training import checkpoint, trainer
+from miniseries.training.checkpoint import checkpoint_folder, load_model_weights, saved_steps
+from miniseries.training.distributed import start_world
+from miniseries.training.launcher import freeze, launch
+from miniseries.training.loader import Loader
 
 CONSOLE_LINE = re.compile(  # the one that llm.c's users parse with
     r"^step +(\d+)/(\d+) \| loss ([\d.]+|-?nan|inf) \(([+-][\w.]+)z\)\| norm (\S+) "

@@ -98,7 +98,7 @@ def test_report_is_made_of_a_finished_project(finished_project):
 
 def test_comments_and_edited_scripts_make_nothing_again(finished_project):
     files = ["Snakefile", "workflow/rules/train.smk", "workflow/scripts/train_run.py"]
-    for file in [*files, "workflow/scripts/miniseries/trainer.py", "config/config.yaml"]:
+    for file in [*files, "workflow/scripts/miniseries/training/trainer.py", "config/config.yaml"]:
         with (finished_project.folder / file).open("a") as stream:
             stream.write("# a comment\n")
     assert finished_project.jobs("all", "plots") == {}
@@ -342,7 +342,7 @@ def test_scripts_understand_what_the_rules_tell_them(project, script_calls):
     for script, options in script_calls:
         source = (project.root / "workflow/scripts" / script).read_text()
         if "add_style_arguments" in source:
-            source += (project.root / "workflow/scripts/miniseries/plots.py").read_text()
+            source += (project.root / "workflow/scripts/miniseries/reporting/plots.py").read_text()
         missing = {option for option in options if f'"{option}"' not in source}
         assert not missing, f"{script} has no {missing}"
 

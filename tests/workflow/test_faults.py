@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from real_project import ROOT, RealProject, Terminal, wait_until
 
-from miniseries.loader import WindowOrder
-from miniseries.shards import HEADER_BYTES, read_header
+from miniseries.data.shards import HEADER_BYTES, read_header
+from miniseries.training.loader import WindowOrder
 
 pytestmark = pytest.mark.slow
 TRAIN = {"train": 1, "train_tiny": 1}

@@ -15,12 +15,12 @@ import pytest
 import torch
 from real_project import ROOT, RealProject
 
-from miniseries.checkpoint import checkpoint_folder, load_model_weights
-from miniseries.huggingface import load_export
+from miniseries.data.questions import HELLASWAG_FILE
+from miniseries.data.shards import write_shard
+from miniseries.evaluation.huggingface import load_export
 from miniseries.metrics import read_json, read_metrics
-from miniseries.model import GPT
-from miniseries.questions import HELLASWAG_FILE
-from miniseries.shards import write_shard
+from miniseries.model.gpt import GPT
+from miniseries.training.checkpoint import checkpoint_folder, load_model_weights
 
 CONFIGS = ROOT / "tests/config"
 # What the issue promises of the default command

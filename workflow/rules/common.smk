@@ -10,7 +10,7 @@ from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
 
 sys.path.append(f"{workflow.basedir}/workflow/scripts")
-from miniseries.fetch import shard_files
+from miniseries.data.fetch import shard_files
 from miniseries.settings import (
     check_frozen,
     is_kept,

@@ -11,7 +11,7 @@ Beside them, undeclared: results/bench/<device>.json, and traces in results/benc
 Each row is measured by a process of its own; to measure again delete results/bench or ladder.
 """
 
-from miniseries.rows import LADDER, resolve_rows
+from miniseries.speed.rows import LADDER, resolve_rows
 
 try:
     BENCH_ROWS, LADDER_ROWS = resolve_rows(config, SCHEMA)

@@ -6,8 +6,8 @@ By hand: python workflow/scripts/bench_data.py --paths 'texts/*.jsonl' --output 
 import argparse
 from pathlib import Path
 
+from miniseries.data.prepare import measure_speed
 from miniseries.metrics import num_cores, run_main
-from miniseries.prepare import measure_speed
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from miniseries.metrics import read_json, run_main
-from miniseries.rows import row_of_settings, run_row
+from miniseries.speed.rows import row_of_settings, run_row
 
 
 def given_row(text: str) -> dict[str, Any]:
@@ -30,6 +30,6 @@ if __name__ == "__main__":
     if started is None:
         run_main(run_row, row=row, **arguments)
     else:
-        from miniseries.bench import measure  # loads PyTorch
+        from miniseries.speed.bench import measure  # loads PyTorch
 
         run_main(measure, row=row, started=started, **arguments)

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from miniseries.metrics import run_main
-from miniseries.tables import collect
+from miniseries.speed.tables import collect
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

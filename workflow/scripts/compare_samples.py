@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
+from miniseries.evaluation.sampling import compare_samples
 from miniseries.metrics import run_main
-from miniseries.sampling import compare_samples
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

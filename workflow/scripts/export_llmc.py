@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from miniseries.export import export_llmc
+from miniseries.evaluation.export import export_llmc
 from miniseries.metrics import run_main
 
 if __name__ == "__main__":

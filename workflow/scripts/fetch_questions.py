@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
+from miniseries.data.questions import HELLASWAG_REPOSITORY, HELLASWAG_REVISION, fetch_questions
 from miniseries.metrics import run_main
-from miniseries.questions import HELLASWAG_REPOSITORY, HELLASWAG_REVISION, fetch_questions
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from miniseries.metrics import run_main
-from miniseries.pretrained import fetch_weights
+from miniseries.training.pretrained import fetch_weights
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 
 from miniseries.metrics import run_main
-from miniseries.pretrained import import_llmc
+from miniseries.training.pretrained import import_llmc
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(

@@ -7,7 +7,7 @@ import argparse
 import json
 from pathlib import Path
 
-from miniseries.fetch import list_files
+from miniseries.data.fetch import list_files
 from miniseries.metrics import run_main
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ import argparse
 import json
 from pathlib import Path
 
+from miniseries.data.prepare import prepare_dataset
 from miniseries.metrics import run_main
-from miniseries.prepare import prepare_dataset
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

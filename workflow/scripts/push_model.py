@@ -8,7 +8,7 @@ Example: push_model.py --checkpoint-marker results/train/124m/done.json \\
 import argparse
 from pathlib import Path
 
-from miniseries.export import push_model
+from miniseries.evaluation.export import push_model
 from miniseries.metrics import run_main
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ import argparse
 import os
 from pathlib import Path
 
-from miniseries.launcher import launch_replay
 from miniseries.metrics import run_main
+from miniseries.training.launcher import launch_replay
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
@@ -21,7 +21,7 @@ if __name__ == "__main__":
     parser.add_argument("--output", type=Path, required=True, help="the verdict, JSON")
     arguments = vars(parser.parse_args())
     if "RANK" in os.environ:
-        from miniseries.replay import replay  # loads PyTorch
+        from miniseries.training.replay import replay  # loads PyTorch
 
         run_main(replay, **arguments)
     else:

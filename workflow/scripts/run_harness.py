@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from miniseries.harness import run_harness
+from miniseries.evaluation.harness import run_harness
 from miniseries.metrics import run_main
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ Example: sample.py results/export/124m --prompt "Once upon a time"
 import argparse
 from pathlib import Path
 
+from miniseries.evaluation.sampling import talk
 from miniseries.metrics import run_main
-from miniseries.sampling import talk
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from miniseries.evaluation import score_export
+from miniseries.evaluation.scores import score_export
 from miniseries.metrics import run_main
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from miniseries.evaluation import TASKS, score_task
+from miniseries.evaluation.scores import TASKS, score_task
 from miniseries.metrics import run_main
 
 if __name__ == "__main__":

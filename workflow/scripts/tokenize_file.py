@@ -8,8 +8,8 @@ import argparse
 import json
 from pathlib import Path
 
+from miniseries.data.prepare import tokenize_file
 from miniseries.metrics import run_main
-from miniseries.prepare import tokenize_file
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

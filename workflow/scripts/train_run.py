@@ -11,8 +11,8 @@ from pathlib import Path
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # while modules load Ctrl-C is no traceback
 
-from miniseries.launcher import launch  # noqa: E402
 from miniseries.metrics import run_main  # noqa: E402
+from miniseries.training.launcher import launch  # noqa: E402
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
@@ -35,11 +35,11 @@ if __name__ == "__main__":
     arguments = vars(parser.parse_args())
     settings, processes = arguments.pop("settings"), arguments.pop("find_micro_batch")
     if "RANK" in os.environ and processes:
-        from miniseries.trial import find_micro_batch  # loads PyTorch
+        from miniseries.training.trial import find_micro_batch  # loads PyTorch
 
         run_main(find_micro_batch, folder=arguments["folder"], processes=processes)
     elif "RANK" in os.environ:
-        from miniseries.worker import train  # loads PyTorch
+        from miniseries.training.worker import train  # loads PyTorch
 
         del arguments["init_from"]  # the launcher noted it in settings.json
         run_main(train, **arguments)

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
+from miniseries.data.shards import verify_shards
 from miniseries.metrics import num_cores, run_main
-from miniseries.shards import verify_shards
 
 
 def verify_dataset(manifest: Path) -> None:

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from miniseries.comparison import write_comparison
 from miniseries.metrics import run_main
+from miniseries.speed.comparison import write_comparison
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
+from miniseries.data.questions import write_eval_file
 from miniseries.metrics import run_main
-from miniseries.questions import write_eval_file
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 
 from miniseries.metrics import run_main
-from miniseries.plots import add_style_arguments
-from miniseries.tables import write_ladder
+from miniseries.reporting.plots import add_style_arguments
+from miniseries.speed.tables import write_ladder
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

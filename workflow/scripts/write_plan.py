@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from miniseries.metrics import run_main
-from miniseries.planning import write_plan
+from miniseries.speed.planning import write_plan
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from miniseries.metrics import run_main
-from miniseries.summary import write_summary
+from miniseries.reporting.summary import write_summary
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(

@@ -18,8 +18,8 @@ from typing import Any
 
 from jsonschema import Draft202012Validator as Validator
 
-from miniseries.branches import branch_problems, note_branches, with_step
 from miniseries.shapes import MODELS, keys_of_model
+from miniseries.training.branches import branch_problems, note_branches, with_step
 
 # fmt: off
 # What changes the result of a run: fingerprinted, and frozen when the run starts.

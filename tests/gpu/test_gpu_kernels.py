@@ -1,0 +1,197 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from miniseries.model import formulas
+from miniseries.model import gpt as model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+VOCAB, PADDED = 50257, 50304
+
+
+def distance(ours, reference):
+    """Relative difference in the Frobenius norm, against a reference in higher precision."""
+    return ((ours.double() - reference).norm() / reference.norm()).item()
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3)])
+def test_the_classifier_kernel_gives_the_plain_formulas_loss_and_gradient(dtype, limit):
+    from miniseries.model import kernels
+
+    logits = (torch.randn(333, PADDED, device="cuda") * 4).to(dtype)
+    targets = torch.randint(VOCAB, (333,), device="cuda")
+    targets[:2] = torch.tensor([0, VOCAB - 1])
+    exact = logits.double().requires_grad_()
+    loss = F.cross_entropy(exact[:, :VOCAB], targets, reduction="sum")
+    (loss * 0.125).backward()
+    ours, gradient = kernels.gradients_of_logits(logits.clone(), targets, VOCAB, 0.125)
+    assert ours.item() == pytest.approx(loss.item(), rel=1e-5)
+    assert distance(gradient, exact.grad) < limit
+    assert gradient[:, VOCAB:].abs().max() == 0
+
+
+def test_logits_as_large_as_bf16_allows_stay_finite():
+    from miniseries.model import kernels
+
+    logits = torch.full((4, PADDED), -3e38, device="cuda", dtype=torch.bfloat16)
+    logits[:, 7] = 3e38
+    targets = torch.full((4,), 7, device="cuda")
+    loss, gradient = kernels.gradients_of_logits(logits, targets, VOCAB, 1.0)
+    assert loss.item() == 0 and gradient.isfinite().all()
+
+
+def test_a_row_whose_largest_logit_comes_late_is_right():
+    from miniseries.model import kernels
+
+    logits = torch.zeros(4, PADDED, device="cuda", dtype=torch.bfloat16)
+    logits[:, 40000] = 300.0  # e^300 is more than float32 holds
+    targets = torch.full((4,), 7, device="cuda")
+    loss, gradient = kernels.gradients_of_logits(logits, targets, VOCAB, 1.0)
+    assert loss.item() == pytest.approx(1200) and gradient[:, 40000].tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize("shape", [(1000, 6400), (77, 300)])
+def test_the_gelu_kernels_give_value_and_both_gradients(dtype, limit, shape):
+    from miniseries.model import kernels
+
+    x = (torch.randn(shape, device="cuda") * 3).to(dtype)
+    upstream = torch.randn(shape, device="cuda").to(dtype)
+    exact = x.double().requires_grad_()
+    value = F.gelu(exact, approximate="tanh")
+    value.backward(upstream.double())
+    gradient, sums = kernels.gelu_backward(x, upstream)
+    assert distance(kernels.gelu(x), value.detach()) < limit
+    assert distance(gradient, exact.grad) < limit
+    assert distance(sums, exact.grad.sum(dim=0)) < 1e-4
+
+
+def test_rows_are_rounded_to_fp8_as_pytorch_does():
+    from miniseries.model.quantization import quantize_rows
+
+    x = torch.randn(333, 4800, device="cuda", dtype=torch.bfloat16)
+    x *= torch.logspace(-6, 3, 333, device="cuda")[:, None].bfloat16()
+    x[5] = 0
+    quantized, scales = quantize_rows(x)
+    assert torch.equal(
+        quantized.float(), (x.float() * (1 / scales)).to(torch.float8_e4m3fn).float()
+    )
+    assert (quantized.float().abs().amax(dim=1) == 448).sum() == 332
+    assert distance(quantized.float() * scales, x.double()) < 4e-2
+
+
+def gradients_through(function, inputs, upstreams):
+    """Outputs of the function, and the gradients by all its inputs."""
+    inputs = [t.detach().clone().requires_grad_() for t in inputs]
+    outputs = function(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return [*outputs, *torch.autograd.grad(outputs, inputs, upstreams)]
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 6e-3)])
+@pytest.mark.parametrize("channels", [768, 1600])
+def test_the_norm_kernels_give_the_plain_formulas_values_and_gradients(dtype, limit, channels):
+    from miniseries.model import fast_formulas
+
+    shape = (3, 111, channels)
+    inputs = [torch.randn(shape, device="cuda").to(dtype) for _ in range(2)]
+    inputs += [torch.randn(channels, device="cuda").to(dtype) for _ in range(3)]
+    upstreams = [torch.randn(shape, device="cuda").to(dtype) for _ in range(2)]
+    ours = gradients_through(fast_formulas.add_norm, inputs, upstreams)
+    exact = gradients_through(
+        formulas.add_norm, [t.double() for t in inputs], [t.double() for t in upstreams]
+    )
+    for a, b in zip(ours, exact, strict=True):
+        assert distance(a, b) < limit
+
+
+def mlp_inputs(channels):
+    """x, both weights and the first bias as training has them, bf16; and an upstream gradient."""
+    shapes = [
+        (3, 128, channels),
+        (4 * channels, channels),
+        (4 * channels,),
+        (channels, 4 * channels),
+    ]
+    inputs = [torch.randn(shape, device="cuda") for shape in shapes]
+    scales = [1.0, channels**-0.5, 1.0, (4 * channels) ** -0.5]
+    inputs = [(t * scale).bfloat16() for t, scale in zip(inputs, scales, strict=True)]
+    return inputs, torch.randn(shapes[0], device="cuda").bfloat16()
+
+
+def test_the_mlp_has_the_plain_formulas_values_and_gradients():
+    from miniseries.model import fast_formulas
+
+    inputs, upstream = mlp_inputs(768)
+    ours = gradients_through(fast_formulas.mlp, inputs, [upstream])
+    exact = gradients_through(formulas.mlp, [t.double() for t in inputs], [upstream.double()])
+    for a, b in zip(ours, exact, strict=True):
+        assert distance(a, b) < 6e-3
+
+
+def test_linear_layers_in_fp8_are_near_the_plain_formulas():
+    from miniseries.model import fp8_formulas
+
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs a Hopper GPU")
+
+    def norm_and_mlp(x, *parameters):
+        vectors = torch.ones_like(parameters[2])[: x.shape[-1]].detach()
+        _, normed = fp8_formulas.add_norm(x, torch.zeros_like(x), 0 * vectors, vectors, 0 * vectors)
+        return fp8_formulas.mlp(normed, *parameters)
+
+    def plain(x, *parameters):
+        return formulas.mlp(F.layer_norm(x, x.shape[-1:]), *parameters)
+
+    inputs, upstream = mlp_inputs(768)
+    ours = gradients_through(norm_and_mlp, inputs, [upstream])
+    exact = gradients_through(plain, [t.double() for t in inputs], [upstream.double()])
+    for a, b in zip(ours, exact, strict=True):
+        assert distance(a, b) < 8e-2
+    inputs = [inputs[0], inputs[1], inputs[2]]
+    upstream = torch.randn(3, 128, 4 * 768, device="cuda").bfloat16()
+    ours = gradients_through(fp8_formulas.linear, inputs, [upstream])
+    exact = gradients_through(formulas.linear, [t.double() for t in inputs], [upstream.double()])
+    for a, b in zip(ours, exact, strict=True):
+        assert distance(a, b) < 6e-2
+
+
+@pytest.mark.parametrize("shape", [(2, 128, 3, 4, 64), (3, 1024, 3, 25, 64)])
+def test_attention_by_cudnns_front_end_is_that_of_pytorch(shape):
+    from miniseries.model import cudnn_attention
+
+    if not cudnn_attention.is_available():
+        pytest.skip("needs the package nvidia-cudnn-frontend and a Hopper GPU")
+    qkv = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    upstream = torch.randn(shape[0], shape[1], *shape[3:], device="cuda", dtype=torch.bfloat16)
+    ours = gradients_through(cudnn_attention.attention, [qkv], [upstream])
+    exact = gradients_through(formulas.attention, [qkv.float()], [upstream.float()])
+    for a, b in zip(ours, exact, strict=True):
+        assert distance(a, b.double()) < 1e-2
+
+
+@pytest.mark.parametrize(("precision", "loss_limit", "limit"), [
+    ("fp32", 1e-5, 1e-3), ("bf16", 1e-3, 5e-2), ("fp8", 2e-3, 0.15),
+])  # fmt: skip
+def test_a_compiled_model_with_kernels_has_the_plain_models_loss_and_gradients(
+    precision, loss_limit, limit
+):
+    if precision == "fp8" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    config = model.GPTConfig(2, 4, 256, 128)
+    plain, fast = model.GPT(config).cuda(), model.GPT(config).cuda()
+    model.init_weights(plain, 42)
+    fast.load_state_dict(plain.state_dict())
+    fast.to(dtype).compile(torch.device("cuda"), precision)
+    tokens = torch.randint(VOCAB, (4, 129), device="cuda")
+    losses = [m(tokens[:, :-1], tokens[:, 1:]) for m in (plain, fast)]
+    for loss in losses:
+        loss.backward()
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=loss_limit)
+    for (name, a), b in zip(plain.named_parameters(), fast.parameters(), strict=True):
+        if "c_attn.bias" not in name:  # its middle third, of the keys, has a gradient of zero
+            assert distance(b.grad, a.grad.double()) < limit, name

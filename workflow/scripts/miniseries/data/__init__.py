@@ -1,0 +1,1 @@
+"""Text and token files: from a source to shards and a manifest."""

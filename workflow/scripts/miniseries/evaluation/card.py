@@ -1,0 +1,128 @@
+"""The model card of an export: what it is, how it was made, what it scores, what it cost."""
+
+from typing import Any
+
+from miniseries.reporting.runlog import Run, last
+
+HEAD = """---
+library_name: transformers
+pipeline_tag: text-generation
+language: en
+tags: [gpt2]
+---
+"""
+LOADING = """It continues text; it follows no instructions, and its training text may show through.
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    tokenizer = AutoTokenizer.from_pretrained("this/folder")
+    model = AutoModelForCausalLM.from_pretrained("this/folder")
+"""
+
+
+def _table(names: tuple[str, str], rows: dict[str, Any]) -> str:
+    """A Markdown table of two columns; what is not known has no row."""
+    lines = "".join(f"| {key} | {value} |\n" for key, value in rows.items() if value is not None)
+    return f"| {names[0]} | {names[1]} |\n|---|---|\n{lines}" if lines else ""
+
+
+def _share(value: float, stderr: float | None) -> str:
+    return f"{100 * value:.2f}" + (f" ± {100 * stderr:.2f} %" if stderr is not None else " %")
+
+
+def training_scores(run: Run) -> dict[str, str]:
+    """The newest scores from training."""
+    loss = last(run.column("val", "val_loss_nats")[1])
+    scores = {} if loss is None else {"validation loss": f"{loss:.4f} nats per token"}
+    newest = (run.metrics.get("hellaswag") or [{}])[-1]
+    if newest.get("num_items"):
+        counted = f"{newest['num_correct']} of {newest['num_items']} by mean loss per token"
+        scores[run.questions] = counted
+    return scores
+
+
+def measured_scores(
+    val_loss: dict[str, Any], choices: dict[str, Any], tasks: dict[str, Any]
+) -> dict[str, str]:
+    """Scores of the exported weights, each with its standard error.
+
+    Args:
+        val_loss: content of val_loss.json.
+        choices: content of hellaswag.json.
+        tasks: `tasks` of lm-eval's results, or {}.
+    """
+    loss, error = val_loss["val_loss_nats"], val_loss.get("val_loss_stderr")
+    spread = f" ± {error:.4f}" if error is not None else ""
+    scores = {
+        f"validation loss on {val_loss['dataset']}": f"{loss:.4f}{spread} nats per token",
+        "perplexity": f"{val_loss['perplexity']:.3f}",
+    }
+    if "bits_per_byte" in val_loss:
+        scores["bits per byte"] = f"{val_loss['bits_per_byte']:.4f}"
+    ways = {"acc": "sum", "acc_token_mean": "mean per token", "acc_characters": "per character"}
+    for prompt, name in (("llmc", "llm.c's prompt"), ("harness", "lm-eval's prompt")):
+        for way, counted in ways.items():
+            found = choices[prompt]
+            label = f"{choices['questions']}, {name}, {counted}"
+            scores[label] = _share(found[way], found.get(f"{way}_stderr"))
+    for task, found in tasks.items():
+        for metric, value in found.items():
+            if metric.startswith(("acc", "exact_match")) and "stderr" not in metric:
+                label = f"lm-eval {task}, {found['shots']} examples, {metric}"
+                scores[label] = _share(value, found.get(f"{metric}_stderr"))
+    return scores
+
+
+def cost(run: Run) -> dict[str, Any]:
+    """What the training took, and with which code and machine."""
+    start = run.start
+    versions = start.get("versions") or {}
+    device = start.get("gpu_name") or start.get("device")
+    hours = run.device_hours
+    return {
+        "device": f"{start.get('world_size', 1)} x {device}" if device else None,
+        "device-hours of training steps": f"{hours:.2f}" if hours else None,
+        "code": versions.get("commit"),
+        "torch": versions.get("torch"),
+    }
+
+
+def model_card(
+    info: dict[str, Any], recipe: dict[str, Any], run: Run, scores: dict[str, str]
+) -> str:
+    """README.md of an export.
+
+    Args:
+        info: content of export.json.
+        recipe: of the run.
+        run: its log, up to the exported step.
+        scores: name and value of each score.
+    """
+    start = f"`{recipe['init_from']}`" if recipe.get("init_from") else "scratch"
+    described = _table(
+        ("setting", "value"),
+        {key: value for key, value in recipe.items() if not isinstance(value, dict)},
+    )
+    data = {"data set": info["dataset"], **recipe["data"]}
+    data |= {"fingerprint of the tokens": info.get("data_fingerprint")}
+    return f"""{HEAD}# {info["run"]} after {info["step"]} steps
+
+A GPT-2 with {info["num_parameters"]:,} parameters, trained from {start} on
+{info["tokens_seen"]:,} tokens of `{info["dataset"]}`. {LOADING}
+Weights are {info["dtype"]}, sha256 of `model.safetensors`: `{info["weights_sha256"]}`.
+
+## Scores
+
+{_table(("score", "value"), scores) or "None was measured yet."}
+
+## Recipe
+
+{described}
+
+## Data
+
+{_table(("what", "value"), data)}
+
+## Cost
+
+{_table(("what", "value"), cost(run)) or "Not known."}
+"""

@@ -1,0 +1,180 @@
+"""Eleuther's lm-evaluation-harness on an exported model, offline where the data are here.
+
+lm_eval is the extra `harness` of this project. Nothing of it is cached from one model to the next:
+its cache of answers knows only the prompts.
+"""
+
+import importlib.util
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from miniseries.evaluation.huggingface import read_config, weights_sha256
+from miniseries.metrics import read_json, write_json, write_text
+from miniseries.training.distributed import choose_device
+
+# The figure of each task that the first Open LLM Leaderboard published and took the mean of
+LEADERBOARD_METRICS = {
+    "arc_challenge": "acc_norm",
+    "hellaswag": "acc_norm",
+    "mmlu": "acc",
+    "truthfulqa_mc2": "acc",
+    "winogrande": "acc",
+    "gsm8k": "exact_match",
+}
+
+
+def parse_task(text: str) -> tuple[str, int]:
+    """Task and number of examples of `hellaswag` (0) or `hellaswag@10`.
+
+    Raises:
+        ValueError: the number is none.
+    """
+    task, _, shots = text.partition("@")
+    if not task or (shots and not shots.isdecimal()):
+        raise ValueError(f"{text!r} is no task; write hellaswag, or hellaswag@10 for 10 examples")
+    return task, int(shots or 0)
+
+
+def local_files(
+    task: str, shots: int, task_data: Path | None, questions: Path | None
+) -> dict[str, str]:
+    """Data files of a task by split; none if lm-eval is to take those of the hub.
+
+    HellaSwag without examples takes the questions that the run itself was scored on.
+
+    Args:
+        task_data: folder with {task}/{split}.jsonl or .parquet.
+    """
+    folder = task_data / task if task_data else None
+    if folder and folder.is_dir():
+        files = sorted([*folder.glob("*.jsonl"), *folder.glob("*.parquet")])
+        return {path.stem: str(path.resolve()) for path in files}
+    if task == "hellaswag" and shots == 0 and questions:
+        return {"validation": str(questions.resolve())}
+    return {}
+
+
+def _local_task(stock: Path, task: str, files: dict[str, str], folder: Path) -> str:
+    """A task like lm-eval's own but on local files; returns the path of its description."""
+    kind = "parquet" if all(name.endswith(".parquet") for name in files.values()) else "json"
+    content = {
+        "include": str(stock),
+        "task": task,
+        "dataset_path": kind,
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": files},
+        "training_split": "train" if "train" in files else None,
+    }
+    path = folder / f"{task}.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+def _scores(results: dict[str, Any]) -> dict[str, float]:
+    """The figures of one task: lm-eval's `acc,none` as acc, other filters with their name."""
+    scores = {}
+    for key, value in results.items():
+        metric, comma, filtered_by = key.partition(",")
+        if comma and isinstance(value, int | float):
+            scores[metric if filtered_by == "none" else f"{metric}_{filtered_by}"] = value
+    return scores
+
+
+def _items(task: str, samples: list[dict[str, Any]]) -> Iterator[str]:
+    """One line for each question: every answer's log-likelihood or text, and how it counted."""
+    for sample in samples:
+        counted = {name: sample[name] for name in sample["metrics"]}
+        answers = [list(a) if isinstance(a, tuple) else a for a in sample["filtered_resps"]]
+        line = {"task": task, "item": sample["doc_id"], "target": sample["target"]}
+        yield json.dumps({**line, "answers": answers, **counted}, default=str)
+
+
+def leaderboard_mean(tasks: dict[str, dict[str, Any]]) -> float | None:
+    """Mean of the six tasks' published figures, a share from 0 to 1; None if one is missing."""
+    found = []
+    for task, metric in LEADERBOARD_METRICS.items():
+        scores = tasks.get(task, {})
+        names = [name for name in (metric, f"{metric}_strict-match") if name in scores]
+        if not names:
+            return None
+        found.append(scores[names[0]])
+    return sum(found) / len(found)
+
+
+def run_harness(
+    export: Path,
+    tasks: list[str],
+    output: Path,
+    items_jsonl: Path,
+    batch_size: int,
+    questions: Path | None = None,
+    task_data: Path | None = None,
+    limit: int | None = None,
+    device: str = "auto",
+) -> None:
+    """Score an exported model with lm-eval and write what it found.
+
+    Args:
+        export: a Hugging Face GPT-2 folder.
+        tasks: names of lm-eval's tasks or groups, `task@examples`.
+        output: written, JSON: scores by task, and the sha256 of the weights.
+        items_jsonl: written: one line a question.
+        questions: HellaSwag-shaped, for `hellaswag` without examples.
+        task_data: folder with {task}/{split}.jsonl or .parquet for tasks that are not to be
+            fetched.
+        limit: questions of each task, for a trial.
+
+    Raises:
+        ValueError: lm_eval is not installed, an unknown task, or a task whose data are not here.
+    """
+    wanted = [parse_task(task) for task in tasks]
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError("lm_eval is not installed: pip install -c constraints.txt '.[harness]'")
+    read_config(export)
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    place, manager = str(choose_device(device)), TaskManager()
+    unknown = [task for task, _ in wanted if task not in manager.task_index]
+    if unknown:
+        raise ValueError(f"lm-eval has no task {', '.join(unknown)}; `lm_eval ls tasks` lists them")
+    model = HFLM(pretrained=str(export), dtype="auto", device=place, batch_size=batch_size)
+    found: dict[str, dict[str, Any]] = {}
+    lines: list[str] = []
+    for task, shots in wanted:
+        files = local_files(task, shots, task_data, questions)
+        with tempfile.TemporaryDirectory() as folder:
+            stock = manager.task_index[task].yaml_path
+            spec = _local_task(stock, task, files, Path(folder)) if files else task
+            try:
+                results = lm_eval.simple_evaluate(
+                    model=model,
+                    tasks=[spec],
+                    task_manager=manager,
+                    num_fewshot=shots,
+                    limit=limit,
+                    use_cache=None,
+                    cache_requests=False,
+                )
+            except Exception as error:  # lm-eval, datasets and the hub raise dozens of kinds
+                reason = str(error).strip().partition("\n")[0]
+                raise ValueError(f"lm-eval's {task}: {type(error).__name__}: {reason}") from error
+        for name, samples in results["samples"].items():
+            lines += _items(name, samples)
+        for name, scores in {**results["results"], **results.get("groups", {})}.items():
+            num_items = len(results["samples"][name]) if name in results["samples"] else None
+            record = {"shots": shots, "num_items": num_items, "data": "local" if files else "hub"}
+            found[name] = record | _scores(scores)
+    described = export / "export.json"
+    known = read_json(described) if described.exists() else {}
+    identity = {"model": export.resolve().name, "run": known.get("run"), "step": known.get("step")}
+    identity |= {"weights_sha256": weights_sha256(export), "lm_eval_version": lm_eval.__version__}
+    write_text(items_jsonl, "".join(f"{line}\n" for line in lines))
+    mean = {"leaderboard_mean": leaderboard_mean(found)}
+    write_json(output, {**identity, "dtype": known.get("dtype"), **mean, "tasks": found})

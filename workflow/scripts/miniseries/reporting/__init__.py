@@ -1,0 +1,1 @@
+"""Logs to figures and tables."""

@@ -1,0 +1,397 @@
+"""Figures of runs, drawn from whatever their logs hold.
+
+Figures are built as objects on the Agg canvas (no display, no global state); the same log gives
+the same bytes whenever it is drawn.
+"""
+
+import argparse
+import io
+import math
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
+from matplotlib.transforms import ScaledTranslation
+
+from miniseries.reporting.runlog import (
+    CHANCE,
+    LONG_STEPS,
+    Baseline,
+    Run,
+    accuracy_stderr,
+    headline,
+    last,
+    line_label,
+    lines_label,
+    load_run,
+    loss_baseline,
+    loss_limits,
+    score_baseline,
+    score_limits,
+    score_title,
+    short,
+    sweep_labels,
+    thin_out,
+    train_label,
+)
+
+# Okabe and Ito's palette, told apart by colour-blind readers too; yellow left out (pale on white)
+BLUE, RED, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+BLACK, GREY, PALE = "#000000", "#7F7F7F", "#AAAAAA"
+COLOURS = [BLUE, "#E69F00", GREEN, PURPLE, "#56B4E9", RED, BLACK]
+CLIP_NORM = 1.0  # gradients are scaled down to this norm
+
+
+@dataclass(frozen=True)
+class Style:
+    """How figures look: `plots:` of the config."""
+
+    dpi: int = 150
+    width_inches: float = 12.0
+    smoothing: float = 0.95  # weight of the past in the mean of the training loss, 0 to below 1
+
+
+def add_style_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command-line arguments that the scripts of all figures share."""
+    parser.add_argument("--dpi", type=int, default=Style.dpi, help="dots per inch of a PNG")
+    parser.add_argument("--width-inches", type=float, default=Style.width_inches, help="inches")
+    parser.add_argument("--smoothing", type=float, default=Style.smoothing, help="0 to below 1")
+
+
+def write_figure(figure: Figure, paths: list[Path], dpi: int) -> None:
+    """Write a figure as PNG or SVG, by the ends of the paths' names; whole files or nothing."""
+    FigureCanvasAgg(figure)  # needs no display
+    for path in paths:
+        buffer = io.BytesIO()
+        # a fixed salt and no date: drawing again gives the same bytes
+        with matplotlib.rc_context({"svg.hashsalt": "miniseries"}):
+            if path.suffix == ".svg":
+                figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+            else:
+                figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.tmp")
+        part.write_bytes(buffer.getvalue())
+        part.replace(path)
+
+
+def new_figure(style: Style, title: str, rows: int) -> tuple[Figure, np.ndarray]:
+    """An empty figure of `rows` by 2 panels, about half as high as it is wide."""
+    width = style.width_inches
+    figure = Figure(figsize=(width, max(0.52 * width, 5.0)), layout="constrained")
+    figure.get_layout_engine().set(wspace=0.04, hspace=0.06)
+    figure.suptitle(title, fontsize=12)
+    panels = figure.subplots(rows, 2, squeeze=False).flatten()
+    for axes in panels:
+        axes.grid(color="#E5E5E5", linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, panels
+
+
+def placeholder(text: str, style: Style) -> Figure:
+    """A small figure that only says why there is nothing to see; said on the console too."""
+    print(text)
+    figure = Figure(figsize=(style.width_inches, 1.5))
+    figure.text(0.5, 0.5, text, ha="center", va="center", fontsize=12, color=GREY)
+    return figure
+
+
+def nothing(axes: Axes, text: str) -> None:
+    """Say in an empty panel why it is empty."""
+    axes.text(0.5, 0.5, text, color=GREY, ha="center", va="center", transform=axes.transAxes)
+    axes.set_yticks([])
+
+
+def put_legend(axes: Axes, style: Style) -> None:
+    """The legend under the panel, where it can never hide a curve; long lines are wrapped."""
+    handles, labels = axes.get_legend_handles_labels()
+    columns = 1 if len(labels) <= 7 else 2
+    wrapped = [textwrap.fill(label, int(6.5 * style.width_inches / columns)) for label in labels]
+    below = ScaledTranslation(0, -0.55, axes.figure.dpi_scale_trans)  # inches, past the labels
+    look = {"loc": "upper left", "fontsize": 8, "frameon": False, "ncols": columns}
+    legend = axes.legend(handles, wrapped, **look)
+    legend.set_bbox_to_anchor((0, 0), transform=axes.transAxes + below)
+
+
+def counts(axis: Axis) -> None:
+    """Label an axis with short counts: 25k, 1.2B."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+
+
+def step_axis(axes: Axes, run: Run) -> None:
+    """Whole steps up to the newest."""
+    end = max(run.num_steps, 1)
+    axes.set(xlabel="step", xlim=(-0.02 * end, 1.02 * end))
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 2.5, 5, 10]))
+    counts(axes.xaxis)
+
+
+def token_axis_above(axes: Axes, run: Run) -> None:
+    """Tokens at the steps below, where the log or the settings tell how many a step has."""
+    if size := run.tokens_per_step:
+        top = axes.secondary_xaxis("top", functions=(lambda s: s * size, lambda t: t / size))
+        counts(top.xaxis)
+        top.set_xlabel("training tokens", fontsize=9)
+        top.tick_params(labelsize=8)
+
+
+def draw_line(axes: Axes, value: float, label: str, colour: str, dashes: str) -> None:
+    """A horizontal line; out of the axis' range only a mark at its edge and words say so."""
+    low, high = axes.get_ylim()
+    if low <= value <= high:
+        axes.axhline(value, color=colour, linestyle=dashes, linewidth=1.3, label=label)
+        return
+    mark, height, word = ("v", 0.0, "below") if value < low else ("^", 1.0, "above")
+    look = {"marker": mark, "color": colour, "label": f"{label} ({word} this range)"}
+    axes.scatter([0.96], [height], transform=axes.transAxes, clip_on=False, **look)
+
+
+def draw_values(axes: Axes, x: np.ndarray, y: np.ndarray, **look: Any) -> None:
+    """A value per step as a line, thinned out; a single one as a dot."""
+    axes.plot(*thin_out(x, y), marker="." if len(x) == 1 else "", **look)
+
+
+def draw_curve(axes: Axes, x: np.ndarray, y: np.ndarray, label: str, i: int) -> None:
+    """Measured points, colour and mark number i; the more points, the smaller the marks."""
+    look = {"color": COLOURS[i % len(COLOURS)], "marker": "os^Dv"[i // len(COLOURS) % 5]}
+    size = min(4.0, 24 / math.sqrt(len(x)))
+    axes.plot(x, y, linewidth=1.1, markersize=size, label=label, **look)
+
+
+def draw_loss(axes: Axes, run: Run, style: Style) -> None:
+    """Training and validation loss of one run with GPT-2's."""
+    steps, losses = run.column("train", "train_loss_nats")
+    _, smoothed = run.smoothed_loss(style.smoothing)
+    validated = run.column("val", "val_loss_nats")
+    axes.set(title="loss", ylabel="nats per token")
+    if not len(steps) and not len(validated[0]):
+        return nothing(axes, "no finite loss logged yet")
+    if len(steps):
+        draw_values(axes, steps, losses, color=BLUE, alpha=0.3, linewidth=0.7)
+        draw_values(axes, steps, smoothed, color=BLUE, linewidth=2.2, label=train_label(run))
+    if len(validated[0]):
+        label = f"validation, {validated[1][-1]:.3f} at step {validated[0][-1]:,.0f}"
+        draw_curve(axes, *validated, label, i=COLOURS.index(BLACK))
+    lines = [loss_baseline(run), loss_baseline(run, "finetuned_val_loss_nats")]
+    lines = lines if lines[1] and lines[1].same_data else lines[:1]
+    axes.set_ylim(*loss_limits([(steps, smoothed), validated], lines, run.num_steps))
+    for line, colour, dashes in zip(lines, (RED, PURPLE), ("--", ":"), strict=False):
+        draw_line(axes, line.value, line_label(run, line, "val"), colour, dashes)
+
+
+def draw_score(axes: Axes, run: Run) -> None:
+    """HellaSwag accuracy of one run with GPT-2's and GPT-3's."""
+    axes.set(title=score_title([run]), ylabel="accuracy by mean loss per token, %")
+    steps, accuracy = run.column("hellaswag", "acc_norm_token_mean")
+    if not len(steps):
+        return nothing(axes, "not measured in this run yet")
+    num_items = run.metrics["hellaswag"][-1].get("num_items")
+    error = np.array([accuracy_stderr(a, num_items) or 0.0 for a in accuracy])
+    low, high = accuracy - error, accuracy + error
+    axes.fill_between(steps, 100 * low, 100 * high, color=BLUE, alpha=0.15, linewidth=0)
+    newest = f"{100 * accuracy[-1]:.1f} % at step {steps[-1]:,.0f}"
+    band = f"(band: standard error, {100 * error[-1]:.1f})"
+    draw_curve(axes, steps, 100 * accuracy, f"this run, {newest} {band}", i=0)
+    gpt2, gpt3 = score_baseline(run), score_baseline(run, "gpt3_hellaswag_acc")
+    axes.set_ylim(*score_limits(np.concatenate([low, high]), [gpt2, gpt3]))
+    axes.axhline(100 * CHANCE, color=PALE, linestyle=":", label="random choice: 25 %")
+    for line, colour, dashes in ((gpt2, RED, "--"), (gpt3, GREEN, "-.")):
+        draw_line(axes, 100 * line.value, line_label(run, line, "hellaswag"), colour, dashes)
+
+
+def draw_run(run: Run, style: Style) -> Figure:
+    """Loss beside HellaSwag against the steps, as in llm.c's post on GPT-2 1558M."""
+    figure, (left, right) = new_figure(style, headline(run), rows=1)
+    draw_loss(left, run, style)
+    draw_score(right, run)
+    for axes in (left, right):
+        step_axis(axes, run)
+        token_axis_above(axes, run)
+        put_legend(axes, style)
+    return figure
+
+
+def draw_median(axes: Axes, run: Run, key: str, form: str) -> None:
+    """One key of the training records from zero up, with its median."""
+    steps, values = run.column("train", key)
+    if not len(steps):
+        unknown = "n/a: peak of this device unknown"
+        return nothing(axes, unknown if key == "mfu_percent" else "not logged yet")
+    draw_values(axes, steps, values, color=BLUE, linewidth=0.8)
+    median = float(np.median(values))
+    # one odd timing must not flatten the rest
+    axes.set_ylim(0, 1.3 * max(np.percentile(values, 99), 1e-9))
+    counts(axes.yaxis)
+    axes.axhline(median, color=BLACK, linestyle="--", label="median " + form.format(median))
+
+
+def draw_norm(axes: Axes, run: Run) -> None:
+    """Gradient norm before clipping, and a cross below for each update skipped as a spike."""
+    steps, norms = run.column("train", "grad_norm")
+    if not (norms > 0).any():
+        return nothing(axes, "not logged yet")
+    axes.set_yscale("log", nonpositive="mask")
+    draw_values(axes, steps, norms, color=BLUE, linewidth=0.8)
+    axes.axhline(CLIP_NORM, color=BLACK, linestyle="--", label=f"clipped above {CLIP_NORM:g}")
+    axes.yaxis.set_major_formatter(LogFormatter())
+    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+    skipped = [r["step"] for r in run.metrics["train"] if r.get("skipped")]
+    if skipped:
+        place = {"transform": axes.get_xaxis_transform(), "clip_on": False}
+        look = {"marker": "x", "color": RED, "label": f"updates skipped: {len(skipped):,}"}
+        axes.scatter(skipped, [0.0] * len(skipped), **look, **place)
+
+
+def draw_speed(run: Run, style: Style) -> Figure:
+    """Four panels over the steps: tokens per second, MFU, gradient norm, learning rate."""
+    figure, panels = new_figure(style, headline(run), rows=2)
+    draw_median(panels[0], run, "tokens_per_second", "{:,.0f} tokens/s")
+    draw_median(panels[1], run, "mfu_percent", "{:.1f} %")
+    draw_norm(panels[2], run)
+    steps, rates = run.column("train", "learning_rate")
+    draw_values(panels[3], steps, rates, color=BLUE)
+    panels[3].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+    titles = ("tokens per second", "model FLOPs utilisation, %", "gradient norm", "learning rate")
+    for axes, title in zip(panels, titles, strict=True):
+        axes.set_title(title)
+        step_axis(axes, run)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8, loc="upper right")
+    return figure
+
+
+def token_axis(axes: Axes, runs: list[Run]) -> None:
+    """Tokens seen; for long runs logarithmic, from 1 % of the shortest run on."""
+    ends = [last(run.column("train", "tokens_seen")[1]) or 1.0 for run in runs]
+    start, end = -0.02 * max(ends), 1.02 * max(ends)
+    if max(run.num_steps for run in runs) >= LONG_STEPS:
+        axes.set_xscale("log", nonpositive="mask")
+        start, end = max(0.01 * min(ends), 0.001 * max(ends)), 1.15 * max(ends)
+    axes.set(xlabel="training tokens", xlim=(start, end))
+    counts(axes.xaxis)
+
+
+def series_lines(axes: Axes, lines: list[Baseline], kind: str, dashes: str) -> None:
+    """Published lines, faint: in a run's colour where no other run has the same line."""
+    low, high = axes.get_ylim()
+    for line in dict.fromkeys(lines):
+        alone = lines.count(line) == 1 < len(lines)
+        colour = COLOURS[lines.index(line) % len(COLOURS)] if alone else GREY
+        value = line.value if kind == "val" else 100 * line.value
+        if low <= value <= high:
+            axes.axhline(value, color=colour, linestyle=dashes, linewidth=1.0, alpha=0.7)
+    text = lines_label(lines, kind, low, high)
+    axes.plot([], [], color=GREY, linestyle=dashes, linewidth=1.0, label=text)
+
+
+def series_losses(axes: Axes, runs: list[Run], labels: list[str], style: Style) -> None:
+    """The loss curves of a series with the lines of GPT-2."""
+    curves = []
+    for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
+        colour = COLOURS[i % len(COLOURS)]
+        trained = run.smoothed_loss(style.smoothing, x="tokens_seen")
+        validated = run.column("val", "val_loss_nats", x="tokens_seen")
+        if len(validated[0]):
+            draw_values(axes, *trained, color=colour, alpha=0.35, linewidth=2.0)
+            draw_curve(axes, *validated, f"{label}: {validated[1][-1]:.3f}", i)
+        elif len(trained[0]):
+            text = f"{label}: {trained[1][-1]:.3f} in training"
+            draw_values(axes, *trained, color=colour, label=text)
+        curves += [trained, validated]
+    lines = [loss_baseline(run) for run in runs]
+    axes.set_ylim(*loss_limits(curves, lines, max(run.num_steps for run in runs)))
+    series_lines(axes, lines, "val", "--")
+    axes.set(title="validation loss (pale: training)", ylabel="nats per token")
+
+
+def series_scores(axes: Axes, runs: list[Run], labels: list[str]) -> None:
+    """The HellaSwag curves of a series with the lines of GPT-2 and GPT-3."""
+    scores = [run.column("hellaswag", "acc_norm_token_mean", x="tokens_seen") for run in runs]
+    axes.set(title=score_title(runs), ylabel="accuracy by mean loss per token, %")
+    if not any(len(tokens) for tokens, _ in scores):
+        return nothing(axes, "not measured in these runs yet")
+    for i, ((tokens, accuracy), label) in enumerate(zip(scores, labels, strict=True)):
+        if len(tokens):
+            draw_curve(axes, tokens, 100 * accuracy, f"{label}: {100 * accuracy[-1]:.1f} %", i)
+    gpt2 = [score_baseline(run) for run in runs]
+    gpt3 = [score_baseline(run, "gpt3_hellaswag_acc") for run in runs]
+    accuracies = np.concatenate([accuracy for _, accuracy in scores])
+    axes.set_ylim(*score_limits(accuracies, gpt2 + gpt3))
+    axes.axhline(100 * CHANCE, color=PALE, linestyle=":", label="random choice: 25 %")
+    series_lines(axes, gpt2, "hellaswag", "--")
+    series_lines(axes, gpt3, "hellaswag", "-.")
+
+
+def draw_series(runs: list[Run], title: str, labels: list[str], style: Style) -> Figure:
+    """Loss and HellaSwag of several runs against the tokens they have seen."""
+    figure, (left, right) = new_figure(style, title, rows=1)
+    series_losses(left, runs, labels, style)
+    series_scores(right, runs, labels)
+    for axes in (left, right):
+        token_axis(axes, runs)
+        put_legend(axes, style)
+    return figure
+
+
+def plot_run(
+    run: str, metrics: Path, settings: Path, output: list[Path], speed: list[Path], **style: Any
+) -> None:
+    """Draw the two figures of one run; with nothing logged yet they say so.
+
+    Args:
+        metrics: the run's `metrics.jsonl`; may be missing or incomplete.
+        settings: the run's settings JSON, for title and baselines.
+        output: files (.png, .svg) for loss and HellaSwag.
+        speed: files (.png, .svg) for speed, gradient norm and learning rate.
+        style: fields of `Style`.
+    """
+    look, loaded = Style(**style), load_run(run, metrics, settings)
+    if loaded.is_empty:
+        figure = placeholder(f"{run}: this run has not logged anything yet", look)
+        return write_figure(figure, [*output, *speed], look.dpi)
+    write_figure(draw_run(loaded, look), output, look.dpi)
+    write_figure(draw_speed(loaded, look), speed, look.dpi)
+
+
+def plot_series(
+    title: str,
+    runs: list[str],
+    metrics: list[Path],
+    settings: list[Path],
+    sweep: bool,
+    output: list[Path],
+    **style: Any,
+) -> None:
+    """Draw several runs in one figure; runs that have logged nothing yet are left out.
+
+    Args:
+        metrics, settings: one path per run, in the runs' order; files may be missing.
+        sweep: label the runs with the settings they differ in, not with their size.
+        output: files (.png, .svg).
+        style: fields of `Style`.
+
+    Raises:
+        ValueError: the lists differ in length.
+    """
+    if not len(runs) == len(metrics) == len(settings):
+        given = f"{len(runs)} runs, {len(metrics)} metrics and {len(settings)} settings"
+        raise ValueError(f"{given}: give one metrics and one settings path per run")
+    look = Style(**style)
+    loaded = [load_run(*paths) for paths in zip(runs, metrics, settings, strict=True)]
+    drawn = [run for run in loaded if not run.is_empty]
+    if not drawn:
+        figure = placeholder(f"{title}: no run has logged anything yet", look)
+        return write_figure(figure, output, look.dpi)
+    for run in filter(lambda run: run.is_empty, loaded):
+        print(f"{title}: {run.name} has not logged anything yet")
+    labels = sweep_labels(drawn) if sweep else [run.label for run in drawn]
+    write_figure(draw_series(drawn, title, labels, look), output, look.dpi)

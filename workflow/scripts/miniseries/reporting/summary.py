@@ -1,0 +1,247 @@
+"""The summary: one row for a run and each of its kept steps, units in the names of the columns."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from miniseries.data.shards import PADDED_VOCAB_SIZE, VOCAB_SIZE
+from miniseries.evaluation.choices import HARNESS, HELLASWAG_ITEMS, LLMC, WAYS, question_set
+from miniseries.metrics import write_text
+from miniseries.reporting.crossover import (
+    PROMPT,
+    WAY,
+    baseline_of,
+    baseline_rows,
+    crossovers_markdown,
+    paired_p_value,
+    two_samples_p_value,
+)
+from miniseries.reporting.runlog import (
+    Run,
+    accuracy_stderr,
+    first_step_past,
+    is_finite,
+    last,
+    load_json,
+    load_run,
+    loss_baseline,
+    score_baseline,
+)
+
+DIGITS = 6  # after the point
+
+
+def progress_columns(run: Run, model: str, smoothing: float) -> dict[str, Any]:
+    """What a run is, how far it has come, how fast, and its training loss."""
+    speeds, mfu, times = (
+        run.column("train", key)[1] for key in ("tokens_per_second", "mfu_percent", "step_time_ms")
+    )
+    tokens_seen = last(run.column("train", "tokens_seen")[1])
+    unique_tokens = run.start.get("unique_tokens")
+    num_parameters, channels = run.num_parameters, run.recipe.get("channels")
+    padding = (PADDED_VOCAB_SIZE - VOCAB_SIZE) * channels if channels else None
+    known = num_parameters is not None and padding is not None
+    return {
+        "run": run.name,
+        "model": model,
+        "status": run.status,
+        "num_parameters": num_parameters,
+        "num_parameters_padded": num_parameters + padding if known else None,
+        "data_set": run.data_set,
+        "init_from": run.recipe.get("init_from"),
+        "step": run.num_steps,
+        "max_steps": run.recipe.get("max_steps"),
+        "tokens_seen": None if tokens_seen is None else int(tokens_seen),
+        "unique_tokens": unique_tokens,  # of the training data
+        "epochs": tokens_seen / unique_tokens if tokens_seen and unique_tokens else None,
+        "tokens_per_step": run.tokens_per_step,
+        "train_loss_nats": last(run.smoothed_loss(smoothing)[1]),
+        "tokens_per_second": float(np.median(speeds)) if len(speeds) else None,
+        "mfu_percent": float(np.median(mfu)) if len(mfu) else None,
+        "train_hours": times.sum() / 3.6e6 if len(times) else None,
+        "device": run.start.get("gpu_name") or run.start.get("device"),
+        "device_hours": run.device_hours or None,
+        "commit": (run.start.get("versions") or {}).get("commit"),
+    }
+
+
+def loss_columns(run: Run, scored: dict[str, Any]) -> dict[str, Any]:
+    """Validation loss of the exported weights, or else the newest one measured in training."""
+    loss = scored.get("val_loss_nats", last(run.column("val", "val_loss_nats")[1]))
+    line = loss_baseline(run)
+    known = is_finite(loss)
+    return {
+        "val_loss_nats": loss,
+        "val_loss_stderr_nats": scored.get("val_loss_stderr"),
+        "perplexity": math.exp(loss) if known and loss < 100 else None,
+        "bits_per_byte": scored.get("bits_per_byte"),
+        "val_loss_from": ("export" if "val_loss_nats" in scored else "training") if known else None,
+        "gpt2_val_loss_nats": line.value if line else None,
+        "gpt2_val_loss_data_set": line.data_set if line else None,
+        "first_step_below_gpt2_val_loss": first_step_past(run, line, "val"),
+    }
+
+
+def choice_columns(run: Run, scored: dict[str, Any]) -> dict[str, Any]:
+    """Choices of endings by both prompts and three counts, or else the newest from training."""
+    newest = (run.metrics.get("hellaswag") or [{}])[-1]
+    num_items = scored.get("num_items", newest.get("num_items"))
+    share = newest.get("acc_norm_token_mean")
+    in_loop = {WAY: share, f"{WAY}_stderr": accuracy_stderr(share, num_items)}
+    row = {
+        "questions": scored.get("questions") or (question_set(num_items) if num_items else None),
+        "hellaswag_num_items": num_items,
+    }
+    for prompt in (LLMC, HARNESS):
+        found = scored.get(prompt) or (in_loop if prompt == PROMPT else {})
+        for way in WAYS:
+            for name in (way, f"{way}_stderr"):
+                row[f"hellaswag_{prompt}_{name}"] = found.get(name)
+    gpt2, gpt3 = score_baseline(run), score_baseline(run, "gpt3_hellaswag_acc")
+    row |= {
+        f"gpt2_hellaswag_{PROMPT}_{WAY}": gpt2.value if gpt2 else None,
+        "first_step_above_gpt2_hellaswag": first_step_past(run, gpt2, "hellaswag"),
+        "gpt3_hellaswag_acc": gpt3.value if gpt3 else None,
+        "first_step_above_gpt3_hellaswag": first_step_past(run, gpt3, "hellaswag"),
+    }
+    ours = row[f"hellaswag_{PROMPT}_{WAY}"]
+    comparable = gpt2 and gpt2.same_data and num_items == HELLASWAG_ITEMS and is_finite(ours)
+    row["p_value_against_published_gpt2"] = (
+        two_samples_p_value(ours, num_items, gpt2.value, HELLASWAG_ITEMS) if comparable else None
+    )
+    return row
+
+
+def baseline_columns(
+    run: Run, model: str, row: dict[str, Any], runs: list[Run], results: Path
+) -> dict[str, Any]:
+    """The run against our own measurement of a model of its shape, item by item."""
+    baseline = baseline_of(run, runs)
+    columns: dict[str, Any] = {"baseline_run": baseline.name if baseline else None}
+    loss = row["val_loss_nats"]
+    theirs = None
+    if baseline and baseline.data_set == run.data_set:
+        scored = load_json(results / "evaluate" / baseline.name / "val_loss.json")
+        theirs = scored.get("val_loss_nats", last(baseline.column("val", "val_loss_nats")[1]))
+    known = is_finite(loss) and is_finite(theirs)
+    columns["val_loss_minus_baseline_nats"] = loss - theirs if known else None
+    paths = [
+        results / "evaluate" / name / "hellaswag_items.jsonl"
+        for name in (model, baseline.name if baseline else "")
+    ]
+    columns["paired_p_value_against_baseline"] = paired_p_value(*paths) if baseline else None
+    return columns
+
+
+def task_columns(folder: Path) -> dict[str, Any]:
+    """MMLU, WikiText, and the tasks of lm-eval, as far as they were measured."""
+    mmlu, wikitext = load_json(folder / "mmlu.json"), load_json(folder / "wikitext.json")
+    row = {f"mmlu_{key}": mmlu.get(key) for key in ("num_items", "acc", "acc_stderr")}
+    row |= {f"mmlu_{key}": mmlu.get(key) for key in (WAY, f"{WAY}_stderr")}
+    row["wikitext_data"] = wikitext.get("data")
+    for key in ("token_perplexity", "word_perplexity", "bits_per_byte"):
+        row[f"wikitext_{key}"] = wikitext.get(key)
+    leaderboard = load_json(folder / "leaderboard.json")
+    row["leaderboard_mean"] = leaderboard.get("leaderboard_mean")
+    for found in (leaderboard, load_json(folder / "harness.json")):
+        for task, scores in found.get("tasks", {}).items():
+            shots = scores.get("shots")
+            named = {k: v for k, v in scores.items() if k not in ("shots", "num_items", "data")}
+            row |= {f"lm_eval_{task}_{shots}_shots_{key}": value for key, value in named.items()}
+    return row
+
+
+def summarise(
+    run: Run, model: str, runs: list[Run], results: Path, smoothing: float
+) -> dict[str, Any]:
+    """One row: unit in the name of each column, None for what is not known.
+
+    Args:
+        run: its log, up to the step of the model.
+        model: the run's name, or {run}@{step}.
+        runs: all runs, among which the baseline is looked for.
+    """
+    folder = results / "evaluate" / model
+    scored, answered = load_json(folder / "val_loss.json"), load_json(folder / "hellaswag.json")
+    row = progress_columns(run, model, smoothing) | loss_columns(run, scored)
+    row |= choice_columns(run, answered)
+    row |= baseline_columns(run, model, row, runs, results)
+    row |= task_columns(folder)
+    sources = (load_json(results / "export" / model / "export.json"), scored, answered)
+    row["weights_sha256"] = next(
+        (s["weights_sha256"] for s in sources if "weights_sha256" in s), None
+    )
+    return {key: _cell(key, value) for key, value in row.items()}
+
+
+def _cell(key: str, value: Any) -> Any:
+    if not isinstance(value, float):
+        return value
+    if not math.isfinite(value):
+        return None
+    return value if "p_value" in key else round(value, DIGITS)
+
+
+def load_runs(results: Path) -> list[Run]:
+    """Every run that has a log, by name, also those that the configuration no longer has."""
+    logs = sorted((results / "train").glob("*/metrics.jsonl"))
+    runs = []
+    for log in logs:
+        name = log.parent.name
+        frozen, wanted = log.parent / "settings.json", results / "settings" / f"{name}.json"
+        runs.append(load_run(name, log, frozen if frozen.exists() else wanted))
+    return runs
+
+
+def kept_steps(run: Run, results: Path) -> list[int]:
+    """Steps of a run that were evaluated by themselves, ascending."""
+    folders = (results / "evaluate").glob(f"{run.name}@*")
+    steps = (folder.name.rpartition("@")[2] for folder in folders if any(folder.glob("*.json")))
+    return sorted(int(step) for step in steps if step.isdecimal())
+
+
+def summary_rows(runs: list[Run], results: Path, smoothing: float) -> list[dict[str, Any]]:
+    """The rows of all runs, kept steps before the newest state."""
+    rows = []
+    for run in runs:
+        for step in kept_steps(run, results):
+            model = f"{run.name}@{step}"
+            rows.append(summarise(run.until(step), model, runs, results, smoothing))
+        rows.append(summarise(run, run.name, runs, results, smoothing))
+    return rows
+
+
+def _tsv(rows: list[dict[str, Any]], columns: list[str]) -> str:
+    # object columns keep counts whole beside empty cells
+    return pd.DataFrame(rows, columns=columns, dtype=object).to_csv(sep="\t", index=False)
+
+
+def write_summary(
+    results: Path,
+    table: Path,
+    json_table: Path,
+    baselines: Path,
+    crossovers: Path,
+    smoothing: float = 0.95,
+) -> None:
+    """Write what lies under `results` as tables and sentences; what is missing is left empty.
+
+    Args:
+        table: written, one tab-separated row a run and a kept step.
+        json_table: written, the same as a list of objects.
+        baselines: written, tab-separated: published figures and our own of the same models.
+        crossovers: written, Markdown: where each run passes GPT-2 and GPT-3.
+    """
+    runs = load_runs(results)
+    rows = summary_rows(runs, results, smoothing)
+    empty = summarise(Run("", {}, {}), "", [], results / "none", smoothing)
+    columns = list(dict.fromkeys([*empty, *(key for row in rows for key in row)]))
+    write_text(table, _tsv(rows, columns))
+    write_text(json_table, json.dumps(rows, indent=1) + "\n")
+    compared = baseline_rows(runs, rows)
+    write_text(baselines, _tsv(compared, list(compared[0])))
+    write_text(crossovers, crossovers_markdown(runs))

@@ -1,0 +1,1 @@
+"""The training engine: batches, optimizer, processes, checkpoints, the loop."""

@@ -1,0 +1,287 @@
+"""Checkpoints: complete or absent, readable on any number of processes.
+
+A checkpoint is a folder `step-00000200` that PyTorch's distributed checkpoint fills: each rank
+writes its part of weights and moments, and `trainer.json` holds the rest. It is written under a
+temporary name, synced, and renamed once all ranks are done: a folder with the final name is whole.
+"""
+
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from miniseries.data.shards import file_sha256
+from miniseries.metrics import read_json, write_json
+from miniseries.training.distributed import World
+
+# what saving and loading can raise; PyTorch's own is no Exception
+FAULTS = (Exception, CheckpointException)
+STEP_FOLDER = re.compile(r"step-(\d{8})")
+WRITER_THREADS = 4  # and files of a rank; one writes 1 to 2 GB/s, less than most disks take
+BYTES_PER_PARAMETER = 12  # fp32 weight and the two fp32 moments of AdamW
+
+
+def checkpoint_folder(run_folder: Path, step: int) -> Path:
+    """Where the checkpoint after `step` updates lies."""
+    return run_folder / "checkpoints" / f"step-{step:08d}"
+
+
+def saved_steps(run_folder: Path) -> list[int]:
+    """Steps of the complete checkpoints, ascending."""
+    found = (STEP_FOLDER.fullmatch(p.name) for p in (run_folder / "checkpoints").glob("step-*"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def state_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, torch.Tensor]:
+    """What training changes and a checkpoint holds, by name: weights and both moments."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        tensors[f"model.{name}"] = parameter.detach()
+        for moment in ("exp_avg", "exp_avg_sq"):
+            tensors[f"{moment}.{name}"] = optimizer.state[parameter][moment]
+    return tensors
+
+
+def save_checkpoint(
+    run_folder: Path,
+    step: int,
+    tensors: dict[str, torch.Tensor],
+    state: dict[str, Any],
+    world: World,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write a checkpoint whole or not at all; every rank calls it, in any thread.
+
+    Args:
+        tensors: by `state_tensors`, or a copy of them.
+        state: all else, for `trainer.json`.
+        group: all ranks; the one through which they agree here and nowhere else.
+
+    Raises:
+        OSError: it could not be written (disk full); nothing is left of it and all older
+            checkpoints are as they were.
+    """
+    final = checkpoint_folder(run_folder, step)
+    if final.exists():
+        return
+    temporary = final.with_name(f"{final.name}.tmp")
+    try:
+        writer = dcp.FileSystemWriter(temporary, thread_count=WRITER_THREADS)  # syncs each file
+        dcp.save(tensors, storage_writer=writer, process_group=group)  # returns when all are done
+        if not world.is_main:
+            return
+        write_json(temporary / "trainer.json", state)
+        _sync_folder(temporary)
+        temporary.rename(final)
+    except FAULTS as error:
+        if world.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+        free = shutil.disk_usage(run_folder).free
+        raise OSError(
+            f"{final}: the checkpoint could not be written ({free:,} bytes free): "
+            f"{_reason(error)}; older ones are intact; make room and give the same command again"
+        ) from error
+    _sync_folder(final.parent)
+    relative = str(final.relative_to(run_folder))
+    marker = {"run": state["run"], "step": step, "checkpoint": relative}
+    write_json(run_folder / "saved" / f"{step}.json", marker)
+
+
+def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Any]:
+    """Read a checkpoint into model and optimizer in place, whatever the number of ranks was.
+
+    Returns:
+        The trainer's own state, as it was given to `save_checkpoint`.
+
+    Raises:
+        ValueError: damaged, or not all numbers in it are finite; names the folder.
+    """
+    state = read_json(folder / "trainer.json")
+    tensors = state_tensors(model, optimizer)
+    try:
+        dcp.load(tensors, checkpoint_id=folder)
+    except FAULTS as error:
+        raise ValueError(f"{folder}: the checkpoint is damaged ({_reason(error)})") from error
+    for parameter in model.parameters():
+        optimizer.state[parameter]["step"].fill_(state["adam_step"])
+    finite = torch.stack([torch.isfinite(_local(t)).all().float() for t in tensors.values()]).min()
+    dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+    if not finite.item():
+        raise ValueError(f"{folder}: the checkpoint holds numbers that are not finite")
+    return state
+
+
+def load_newest(
+    run_folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, world: World
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """Read the newest checkpoint that is sound; every rank calls it.
+
+    A damaged one is put aside, as `step-00000200.damaged`, and the one before is tried.
+
+    Returns:
+        State as by `load_checkpoint`, None if there is no checkpoint at all; and a sentence on
+        each damaged one.
+
+    Raises:
+        ValueError: there are some, but all are damaged; a run is never silently begun anew.
+    """
+    problems: list[str] = []
+    steps = saved_steps(run_folder)
+    for step in reversed(steps):
+        try:
+            folder = checkpoint_folder(run_folder, step)
+            return load_checkpoint(folder, model, optimizer), problems
+        except ValueError as error:
+            problems.append(str(error))
+        if step != steps[0]:
+            if world.is_main:
+                forget(run_folder, step, aside="damaged")
+            dist.barrier()
+    if problems:
+        raise ValueError(
+            f"{'; '.join(problems)}. No older checkpoint is left: bring a sound one back from a "
+            f"copy, or delete {run_folder} to begin the run anew"
+        )
+    return None, []
+
+
+def pin(run_folder: Path, steps: list[int]) -> None:
+    """Keep these checkpoints for good, whatever `rotate` is asked to keep."""
+    for step in steps:
+        (checkpoint_folder(run_folder, step) / "pinned").touch()
+
+
+def forget(run_folder: Path, step: int, aside: str = "") -> None:
+    """Take a checkpoint away: delete it, or keep it under a name that nothing looks for."""
+    folder = checkpoint_folder(run_folder, step)
+    (run_folder / "saved" / f"{step}.json").unlink(missing_ok=True)
+    if aside:
+        target = folder.with_name(f"{folder.name}.{aside}")
+        shutil.rmtree(target, ignore_errors=True)
+        folder.rename(target)
+    else:
+        shutil.rmtree(folder)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def load_model_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Full fp32 weights of a checkpoint on the CPU, in one process.
+
+    Raises:
+        ValueError: damaged; names the folder.
+    """
+    try:
+        metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        tensors = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in metadata.items()
+            if name.startswith("model.")
+        }
+        with warnings.catch_warnings():  # PyTorch warns that one process reads alone, as it should
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
+            dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    except FAULTS as error:
+        raise ValueError(
+            f"{folder}: the checkpoint is damaged or not complete ({_reason(error)})"
+        ) from error
+    return {name.removeprefix("model."): tensor.float() for name, tensor in tensors.items()}
+
+
+def read_marker(marker: Path) -> tuple[Path, dict[str, Any]]:
+    """Checkpoint folder and settings, with `step`, of a done.json or saved/{step}.json.
+
+    Raises:
+        ValueError: the marker belongs to no run folder, or the checkpoint is another run's.
+    """
+    content = read_json(marker)
+    run_folder = marker.parent.parent if marker.parent.name == "saved" else marker.parent
+    settings = read_json(run_folder / "settings.json")
+    checkpoint = run_folder / content["checkpoint"]
+    state = read_json(checkpoint / "trainer.json")
+    for key, wanted in (("step", content["step"]), ("fingerprint", settings["fingerprint"])):
+        if state[key] != wanted:
+            raise ValueError(
+                f"{checkpoint}: its {key} is {state[key]}, but {marker} and the run's "
+                f"settings.json say {wanted}; the folder holds parts of two runs"
+            )
+    return checkpoint, {**settings, "step": content["step"]}
+
+
+def describe_files(
+    folder: Path, run_folder: Path, beat: Callable[[], None]
+) -> dict[str, dict[str, Any]]:
+    """Size and sha256 of each file of a checkpoint, by its path in the run's folder.
+
+    Args:
+        beat: called before each file; one of some gigabytes takes seconds.
+    """
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        beat()
+        name = str(path.relative_to(run_folder))
+        found[name] = {"num_bytes": path.stat().st_size, "sha256": file_sha256(path)}
+    return found
+
+
+def clean_up(run_folder: Path) -> None:
+    """Remove what a killed save left behind."""
+    for leftover in (run_folder / "checkpoints").glob("step-*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def rotate(run_folder: Path, keep: int, keep_every: int, pinned: set[int]) -> None:
+    """Remove old checkpoints: all but the newest `keep`, every `keep_every`-th, and pinned ones.
+
+    A `keep` of 0 keeps all. A folder that holds a file `pinned` stays too.
+    """
+    if keep == 0:
+        return
+    for step in saved_steps(run_folder)[:-keep]:
+        folder = checkpoint_folder(run_folder, step)
+        if (
+            step in pinned
+            or (folder / "pinned").exists()
+            or (keep_every and step % keep_every == 0)
+        ):
+            continue
+        forget(run_folder, step)
+
+
+def check_space(run_folder: Path, num_parameters: int) -> None:
+    """Refuse to begin when not even one checkpoint would fit.
+
+    Raises:
+        OSError: names the bytes needed and the bytes free.
+    """
+    needed = num_parameters * BYTES_PER_PARAMETER
+    free = shutil.disk_usage(run_folder).free
+    if free < needed:
+        raise OSError(
+            f"{run_folder}: a checkpoint takes {needed:,} bytes, but only {free:,} are free; "
+            "make room, or put results/ on a larger disk"
+        )
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _reason(error: BaseException) -> str:
+    """The last line of an error; PyTorch's hold the tracebacks of all ranks."""
+    return str(error).strip().rpartition("\n")[2].strip() or type(error).__name__

@@ -1,0 +1,60 @@
+"""What a process of a run keeps in memory, buffer by buffer."""
+
+import resource
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from miniseries.training.distributed import COMPUTE_DTYPES
+
+MEBIBYTE = 1 << 20
+
+
+def _mib(tensors: Iterable[torch.Tensor]) -> float:
+    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    return sum(t.nbytes for t in local) / MEBIBYTE
+
+
+def buffers(
+    model: nn.Module, optimizer: torch.optim.Optimizer, precision: str
+) -> dict[str, float | None]:
+    """MiB of each buffer that lasts from the first step to the last, in this process.
+
+    Returns:
+        parameters, whole and in the compute precision; gradients; m and v of AdamW; the master
+        copy, None where the weights have no fp32 copy. All but the first are this process's part.
+    """
+    weights = list(model.parameters())
+    own = _mib(weights)
+    dtype = COMPUTE_DTYPES[precision] or weights[0].dtype
+    states = optimizer.state.values()
+    has_master = weights[0].dtype == torch.float32
+    return {
+        "parameters": sum(p.numel() for p in weights) * dtype.itemsize / MEBIBYTE,
+        "gradients": own,  # of the weights' own type once they are summed over processes
+        "adamw_m": _mib(state["exp_avg"] for state in states),
+        "adamw_v": _mib(state["exp_avg_sq"] for state in states),
+        "master_copy": own if has_master else None,
+        "weights_without_master_copy": None if has_master else own,
+    }
+
+
+def peak(device: torch.device) -> dict[str, float | None]:
+    """MiB at most so far: allocated and reserved on a GPU, resident on a CPU."""
+    if device.type != "cuda":
+        # Linux counts in KiB
+        return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "reserved": None}
+    return {
+        "peak": torch.cuda.max_memory_allocated(device) / MEBIBYTE,
+        "reserved": torch.cuda.memory_reserved(device) / MEBIBYTE,
+    }
+
+
+def report(kept: dict[str, float | None], device: torch.device) -> dict[str, float | None]:
+    """All buffers and the peak, after a step; what no buffer explains is the activations'."""
+    found = peak(device)
+    explained = sum(mib or 0 for mib in kept.values())
+    activations = found["peak"] - explained if device.type == "cuda" else None
+    return {**kept, "activations": activations, **found}

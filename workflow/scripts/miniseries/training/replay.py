@@ -1,0 +1,123 @@
+"""One step of a run done twice from the same state: other bits the second time are a fault."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from miniseries.data.shards import load_manifest
+from miniseries.metrics import die_with_parent, read_json, read_metrics, write_json
+from miniseries.training import checkpoint, determinism, guards
+from miniseries.training.distributed import World, start_world
+from miniseries.training.trainer import Trainer, attention_kernels
+
+
+def replay(folder: Path, manifest: Path, step: int, output: Path) -> None:
+    """As one of the run's processes; the run's folder is read only, whatever happens.
+
+    Trains from the newest checkpoint before `step` up to it with deterministic operations, then
+    does it twice and compares loss, gradient norm, and every weight and moment bit by bit.
+
+    Args:
+        step: 0-based, as in metrics.jsonl.
+        output: verdict, differing tensors by rank, and losses, JSON.
+
+    Raises:
+        ValueError: the run never did this step.
+    """
+    die_with_parent()
+    determinism.enforce()
+    world = start_world()
+    settings = read_json(folder / "settings.json")
+    last = settings["recipe"]["max_steps"] - 1
+    if not 0 <= step <= last:
+        raise ValueError(f"run {settings['run']!r} has the steps 0 to {last}, not {step}")
+    place = [tempfile.mkdtemp() if world.is_main else ""]
+    dist.broadcast_object_list(place, device=torch.device("cpu"))
+    try:
+        _look_alike(folder, Path(place[0]), settings, step, world)
+        trainer = Trainer(settings, load_manifest(manifest), None, Path(place[0]), world)
+        with attention_kernels(world.device, deterministic=True):
+            result = _do_twice(trainer, step)
+        if world.is_main:
+            _report(result, folder, settings["run"], step, output)
+        trainer.journal.close()
+        dist.barrier()
+    finally:
+        if world.is_main:
+            shutil.rmtree(place[0], ignore_errors=True)
+    dist.destroy_process_group()
+
+
+def _look_alike(
+    folder: Path, place: Path, settings: dict[str, Any], step: int, world: World
+) -> None:
+    """A folder for the trainer in which the run has just one checkpoint, the one to begin with."""
+    settings["machine"] |= {"deterministic": True, "checkpoint_every_steps": 0}
+    before = [saved for saved in checkpoint.saved_steps(folder) if saved <= step]
+    if before:
+        source = checkpoint.checkpoint_folder(folder, before[-1])
+        settings["machine"]["micro_batch"] = read_json(source / "trainer.json")["micro_batch"]
+    if world.is_main:
+        (place / "checkpoints").mkdir()
+        if before:
+            (place / "checkpoints" / source.name).symlink_to(source.resolve())
+        if (folder / guards.RECORD).exists():
+            shutil.copy(folder / guards.RECORD, place)
+    dist.barrier()
+
+
+def _do_twice(trainer: Trainer, step: int) -> dict[str, Any]:
+    for earlier in range(trainer.first_step, step):
+        trainer.journal.step(trainer.train_step(earlier))
+    tensors = checkpoint.state_tensors(trainer.model, trainer.optimizer)
+    local = {n: t.to_local() if hasattr(t, "to_local") else t for n, t in tensors.items()}
+    counters = [state["step"] for state in trainer.optimizer.state.values()]
+    detectors = (trainer.loss_detector, trainer.norm_detector)
+    windows = [detector.state_dict() for detector in detectors]
+    before = {name: tensor.cpu().clone() for name, tensor in local.items()}
+    first = trainer.train_step(step)
+    after = {name: tensor.cpu().clone() for name, tensor in local.items()}
+    for name, tensor in local.items():
+        tensor.copy_(before[name])
+    for counter in counters:
+        counter.sub_(1)
+    for detector, window in zip(detectors, windows, strict=True):
+        detector.load_state_dict(window)
+    second = trainer.train_step(step)
+    differing = {
+        name: int((tensor.cpu() != after[name]).sum())
+        for name, tensor in local.items()
+        if not torch.equal(tensor.cpu(), after[name])
+    }
+    ranks: list[Any] = [None] * trainer.world.size
+    dist.all_gather_object(ranks, differing)
+    reports = [{"loss_nats": r.loss, "grad_norm": r.grad_norm} for r in (first, second)]
+    return {
+        "verdict": "identical" if reports[0] == reports[1] and not any(ranks) else "different",
+        "processes": trainer.world.size,
+        "from_step": trainer.first_step,
+        "runs": reports,
+        "differing_elements_by_rank": ranks,
+    }
+
+
+def _report(result: dict[str, Any], folder: Path, run: str, step: int, output: Path) -> None:
+    recorded = [
+        record["train_loss_nats"]
+        for record in read_metrics(folder / "metrics.jsonl").get("train", [])
+        if record["step"] == step
+    ]
+    result = {"run": run, "step": step, **result, "recorded_loss_nats": (recorded or [None])[0]}
+    write_json(output, result)
+    print(f"step {step} of {run}, done twice from the same state: {result['verdict']}")
+    for rank, differing in enumerate(result["differing_elements_by_rank"]):
+        for name, count in list(differing.items())[:1]:
+            print(f"process {rank}: {name} is the first of {len(differing)}, {count} elements")
+    losses = ", ".join(f"{one['loss_nats']:.9f}" for one in result["runs"])
+    print(f"losses {losses}; in metrics.jsonl {result['recorded_loss_nats']}")
+    if result["verdict"] == "different":
+        print("the same operations gave other bits: suspect the GPU or its memory, not the data")

@@ -1,0 +1,66 @@
+"""One process of a run from its start to its exit code."""
+
+import faulthandler
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from miniseries.data.shards import load_manifest
+from miniseries.metrics import die_with_parent, read_json
+from miniseries.training import determinism
+from miniseries.training.distributed import start_world
+from miniseries.training.supervisor import CRASHED, OUT_OF_MEMORY, STOPPED
+from miniseries.training.trainer import Trainer, attention_kernels
+
+
+def train(manifest: Path, questions: Path | None, folder: Path, done: Path) -> None:
+    """Train the run whose frozen `settings.json` lies in `folder`, as one of its processes.
+
+    Raises:
+        ValueError: bad data, damaged checkpoint, or numbers that are not finite.
+        OSError: the disk is full.
+        SystemExit: stopped by a signal, everything is saved; or out of memory, or another error
+            of the machine, after which the launcher starts all processes again.
+    """
+    die_with_parent()
+    faulthandler.register(signal.SIGUSR1)  # the launcher asks where a process hangs
+    trainer = None
+    try:
+        settings = read_json(folder / "settings.json")
+        deterministic = settings["machine"]["deterministic"]
+        if deterministic:
+            determinism.enforce()
+        world = start_world()
+        trainer = Trainer(settings, load_manifest(manifest), questions, folder, world)
+        with attention_kernels(world.device, deterministic):
+            val_loss = trainer.run()
+        if world.is_main:
+            trainer.finish(done, val_loss)
+        trainer.journal.close()
+    except (ValueError, OSError):
+        raise
+    except SystemExit:
+        _leave_at_once(STOPPED)
+    except torch.OutOfMemoryError as error:
+        print(f"process {world.rank}: {error}", file=sys.stderr)
+        _leave_at_once(OUT_OF_MEMORY)
+    except Exception:
+        # when the others have left already, what they leave behind is no fault
+        is_stop = trainer is not None and trainer.stop_flag.signal is not None
+        if not is_stop:
+            traceback.print_exc()
+        _leave_at_once(STOPPED if is_stop else CRASHED)
+    dist.destroy_process_group()
+    _leave_at_once(0)  # taking an interpreter with PyTorch to pieces takes seconds
+
+
+def _leave_at_once(code: int) -> None:
+    """End without waiting for other processes or threads, which may wait for this one."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
