@@ -4,10 +4,15 @@ import os
 import signal
 
 import pytest
+import torch
 from hub import running_hub
 
 # One thread a process: tests run side by side, and threads that wait for each other crawl.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# Without a GPU Triton's interpreter runs its kernels; Triton asks when it is first imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, nohup lets them ignore
 # the end of the terminal, and what they start inherits it; the tests of signals need them heard.

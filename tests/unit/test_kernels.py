@@ -1,13 +1,9 @@
 """The GPU's formulas against the plain ones, by Triton's interpreter where there is no GPU."""
 
-import os
 import types
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
 from miniseries.model import formulas
 from miniseries.model.gpt import GPT, GPTConfig
