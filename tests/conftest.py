@@ -6,9 +6,9 @@ import signal
 # One thread a process: tests run side by side, and threads that wait for each other crawl.
 os.environ["OMP_NUM_THREADS"] = "1"  # read when PyTorch is loaded
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from hub import running_hub  # noqa: E402
+import pytest
+import torch
+from hub import running_hub
 
 # Without a GPU Triton's interpreter runs its kernels; Triton asks when it is first imported.
 if not torch.cuda.is_available():
