@@ -31,3 +31,14 @@ def hub_fixture(monkeypatch, tmp_path):
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
         monkeypatch.setenv("NO_PROXY", "*")
         yield server
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """Any connection is an error."""
+
+    def refuse(*_arguments):
+        raise AssertionError("tried to connect")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    monkeypatch.setattr("socket.getaddrinfo", refuse)

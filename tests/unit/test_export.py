@@ -95,17 +95,6 @@ def exported(tmp_path, results):
     return shutil.copytree(results / "export" / "small", tmp_path / "export" / "small")
 
 
-@pytest.fixture
-def offline(monkeypatch):
-    """Any connection is an error."""
-
-    def refuse(*_arguments):
-        raise AssertionError("tried to connect")
-
-    monkeypatch.setattr("socket.socket.connect", refuse)
-    monkeypatch.setattr("socket.getaddrinfo", refuse)
-
-
 def make_data(folder):
     """A manifest with 20 validation windows, and 5 questions."""
     entries = []

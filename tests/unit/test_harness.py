@@ -68,17 +68,6 @@ def exported(tmp_path):
     return tmp_path / "export" / "small"
 
 
-@pytest.fixture
-def offline(monkeypatch):
-    """Any connection is an error."""
-
-    def refuse(*_arguments):
-        raise AssertionError("tried to connect")
-
-    monkeypatch.setattr("socket.socket.connect", refuse)
-    monkeypatch.setattr("socket.getaddrinfo", refuse)
-
-
 def run(export, folder, tasks=("hellaswag",), **options):
     run_harness(
         export, list(tasks), folder / "harness.json", folder / "items.jsonl", 4, device="cpu",

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from miniseries.data.shards import VOCAB_SIZE, Manifest, load_manifest
-from miniseries.evaluation.choices import LLMC, Candidate, Question
+from miniseries.evaluation.choices import HELLASWAG_ITEMS, LLMC, Candidate, Question
 from miniseries.evaluation.scoring import choice_scores, warm_up
 from miniseries.metrics import write_json
 from miniseries.speed.breakdown import break_down, record_trace, write_top_kernels
@@ -272,7 +272,7 @@ def made_up_questions(count: int, seed: int = 42) -> list[Question]:
 
 def measure_hellaswag(job: Job) -> dict[str, Any]:
     """Seconds to score all questions, after a call that compiles; the weights are fresh ones."""
-    questions = made_up_questions(job.row["num_items"])
+    questions = made_up_questions(job.row["num_items"] or HELLASWAG_ITEMS)
     with tempfile.TemporaryDirectory() as folder:
         run = make_trainer(job, Path(folder))
         shared: dict[str, Any] = {"micro_batch": run.micro_batch, "device": job.world.device}

@@ -19,7 +19,6 @@ from miniseries.settings import resolve_runs, validate_config
 
 # Keys of a row that are keys of a run; the others say how it is measured
 RUN_KEYS = ("precision", "micro_batch", "total_batch_tokens", "gpus", "recompute")
-HELLASWAG_ITEMS = 10042  # questions of HellaSwag's validation set
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def _bench_rows(section: dict[str, Any], settings: dict[str, Any]) -> dict[str, 
         row = row_of_settings(settings[f"bench.rows.{number}"], entry.get("measure", "step"))
         row["starts"] = ["cold", "warm"] if entry.get("cold_start") else ["kept"]
         row["profile"] = entry.get("profile", False)
-        row["num_items"] = entry.get("num_items", HELLASWAG_ITEMS)
+        row["num_items"] = entry.get("num_items")  # None is as many as HellaSwag has
         name = _row_name(row["settings"], row["measure"])
         if name in rows:
             raise ValueError(f"bench.rows.{number}: the row {name} stands there twice")
