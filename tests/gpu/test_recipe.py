@@ -16,6 +16,7 @@ from miniseries.evaluation.scoring import choice_scores
 from miniseries.metrics import read_metrics
 from miniseries.model import formulas
 from miniseries.training import trainer
+from miniseries.training.assembly import attention_kernels
 from miniseries.training.distributed import start_world
 from miniseries.training.launcher import freeze
 
@@ -62,14 +63,14 @@ def start(manifest, tmp_path):
 
 
 def losses_of(run, steps):
-    with trainer.attention_kernels(run.world.device):
+    with attention_kernels(run.world.device):
         return [run.train_step(step).loss for step in range(steps)]
 
 
 def test_fp16_trains_200_steps_and_names_each_skipped_one(start, capsys):
     run = start(precision="fp16")
-    run.loss_scale.value = 2.0**30  # too large: it has to come down by itself
-    with trainer.attention_kernels(run.world.device):
+    run.guards.loss_scale.value = 2.0**30  # too large: it has to come down by itself
+    with attention_kernels(run.world.device):
         reports = [run.train_step(step) for step in range(200)]
     said = capsys.readouterr().out
     skipped = [r for r in reports if r.skipped]
@@ -77,7 +78,7 @@ def test_fp16_trains_200_steps_and_names_each_skipped_one(start, capsys):
     assert said.count("skipping update due to overflow") == len(skipped)
     assert all(math.isfinite(r.loss) for r in reports)
     assert all(math.isfinite(r.grad_norm) for r in reports if not r.skipped)
-    scale = run.loss_scale.value
+    scale = run.guards.loss_scale.value
     reference = losses_of(start(), 200)
     print(
         f"\nfp16: {len(skipped)} of 200 steps skipped, scale {scale:g}, "
@@ -185,9 +186,9 @@ def test_hellaswag_counts_as_many_compiled_as_uncompiled(start, tmp_path, precis
     run = start(questions, precision=precision, hellaswag=True)
     losses_of(run, 30)
     shared = {"micro_batch": 8, "device": run.world.device}
-    compiled = choice_scores(run.model, run.questions, **shared)["num_correct"]
+    compiled = choice_scores(run.model, run.evaluator.questions, **shared)["num_correct"]
     with torch.compiler.set_stance("force_eager"):
-        plain = choice_scores(run.model, run.questions, **shared)["num_correct"]
+        plain = choice_scores(run.model, run.evaluator.questions, **shared)["num_correct"]
     print(f"\n{precision}: {compiled} compiled, {plain} uncompiled, of 400")
     assert abs(compiled - plain) <= limit
 
@@ -204,7 +205,7 @@ def test_nothing_compiles_again_and_memory_stays_after_step_3(start, tmp_path, m
 
     monkeypatch.setattr(run, "train_step", watched)
     try:
-        with trainer.attention_kernels(run.world.device):
+        with attention_kernels(run.world.device):
             run.run()
     finally:
         torch._dynamo.config.error_on_recompile = False

@@ -66,9 +66,13 @@ def test_nothing_compiles_after_the_first_steps_and_scores_are_those_of_a_plain_
         run.run()
     finally:
         torch._dynamo.config.error_on_recompile = False
-    compiled = choice_scores(run.model, run.questions, **run._shared_work(), with_items=True)
+    compiled = choice_scores(
+        run.model, run.evaluator.questions, **run.evaluator.shared, with_items=True
+    )
     with torch.compiler.set_stance("force_eager"):
-        plain = choice_scores(run.model, run.questions, **run._shared_work(), with_items=True)
+        plain = choice_scores(
+            run.model, run.evaluator.questions, **run.evaluator.shared, with_items=True
+        )
     assert compiled["num_correct"] == plain["num_correct"]
     for ours, expected in zip(compiled["items"], plain["items"], strict=True):
         assert ours["nats"] == pytest.approx(expected["nats"], rel=1e-4)

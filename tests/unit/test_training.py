@@ -93,8 +93,8 @@ def test_padding_rows_stay_zero_and_a_padded_id_is_never_drawn(
     run = in_this_process(tmp_path, manifest, sample_tokens=30)
     with torch.no_grad():
         run.model.wte.weight.to_local()[50257:] = 100.0  # likelier than all others, if they counted
-    text = run.draw_text()  # decoding an id from 50,257 on would fail
-    assert text and run.draw_text() == text
+    text = run.evaluator.draw_text()  # decoding an id from 50,257 on would fail
+    assert text and run.evaluator.draw_text() == text
 
 
 def test_the_loss_falls(unbroken):
@@ -401,8 +401,8 @@ def test_an_outlier_is_skipped_counted_and_leaves_the_weights_alone(
     manifest, tmp_path, one_world, capsys
 ):
     run = in_this_process(tmp_path, manifest, skip_loss_z=5.0)
-    run.loss_detector.load_state_dict([10.8 + 0.01 * (i % 2) for i in range(128)])
-    run.loss_detector.update(10.8)
+    run.guards.loss_detector.load_state_dict([10.8 + 0.01 * (i % 2) for i in range(128)])
+    run.guards.loss_detector.update(10.8)
     before = run.model.ln_f.weight.to_local().clone()
     forward = run.model.forward
     run.model.forward = lambda *arguments: forward(*arguments) * 3
@@ -481,19 +481,19 @@ def test_a_gradient_too_large_for_fp16_is_skipped_said_and_halves_the_scale(
     manifest, tmp_path, one_world, capsys
 ):
     run = in_this_process(tmp_path, manifest, precision="fp16")
-    run.loss_scale.value = 2.0**32
+    run.guards.loss_scale.value = 2.0**32
     before = run.model.ln_f.weight.to_local().clone()
     report = run.train_step(0)
     assert report.skipped and not math.isfinite(report.grad_norm) and math.isfinite(report.loss)
     assert torch.equal(run.model.ln_f.weight.to_local(), before)
-    assert run.loss_scale.value == 2.0**31
+    assert run.guards.loss_scale.value == 2.0**31
     run.journal.step(report)
     said = capsys.readouterr().out
     assert "skipping update due to overflow with loss scale 4.29497e+09" in said
     assert CONSOLE_LINE.match(next(line for line in said.splitlines() if line.startswith("step")))
     record = read_metrics(tmp_path / "metrics.jsonl")["train"][0]
     assert (record["skipped"], record["grad_norm"]) == (True, None)
-    run.loss_scale.value = 1024.0
+    run.guards.loss_scale.value = 1024.0
     assert not run.train_step(1).skipped
 
 

@@ -21,8 +21,10 @@ from miniseries.speed.breakdown import break_down, record_trace, write_top_kerne
 from miniseries.speed.planning import counted_bytes, num_elements
 from miniseries.speed.rows import LADDER
 from miniseries.speed.rungs import RungTrainer, missing, missing_for_precision, precision_on
+from miniseries.training.assembly import attention_kernels
 from miniseries.training.distributed import World, start_world
-from miniseries.training.trainer import Trainer, attention_kernels, source_commit
+from miniseries.training.introduction import source_commit
+from miniseries.training.trainer import Trainer
 
 GIBIBYTE = 1 << 30
 UNTIMED_STEPS = 2  # the first compiles, the second still warms up

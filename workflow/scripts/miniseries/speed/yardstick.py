@@ -32,7 +32,7 @@ class Yardstick(Trainer):
         torch.set_float32_matmul_precision("high")
         with device:
             self.model = GPT2LMHeadModel(GPT2Config(**content)).train()
-        self.num_elements = self.num_parameters = self.model.num_parameters()
+        self.num_elements = self.model.num_parameters()
         compiled = self.machine["compile"]
         self.compiled = device.type == "cuda" if compiled == "auto" else compiled
         self.loss_of = torch.compile(self._loss_of) if self.compiled else self._loss_of

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import warnings
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -127,6 +128,23 @@ class StopFlag:
         flag = torch.tensor(int(self.signal is not None))  # on the CPU: no GPU has to wait
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
+
+
+class Pace:
+    """Queues at most two micro-steps on the GPU, so that a stop never waits for a whole step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.queued: deque[torch.cuda.Event] = deque()
+
+    def keep(self) -> None:
+        """After each micro-step: wait for the one before the last."""
+        if not self.on_gpu:
+            return
+        self.queued.append(torch.cuda.Event())
+        self.queued[-1].record()
+        if len(self.queued) > 2:
+            self.queued.popleft().synchronize()
 
 
 def shard_model(model: GPT, world: World, precision: str) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from miniseries.metrics import read_json, write_json
+from miniseries.training.optimizer import LossScale, ZScore
 
 # Steps in a row above `divergence_z` that make a divergence: a single one is a bad batch. With
 # five equal outliers among 128 values none is more than 4.96 standard deviations above the mean.
@@ -110,3 +111,78 @@ class Rollbacks:
         self.done.append(rollback)
         if write:
             write_json(self.path, [asdict(entry) for entry in self.done])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a step's loss and gradient norm say of it."""
+
+    loss_z: float
+    grad_z: float
+    reason_to_skip: str | None  # its update, as a line for the log; None if it is to be made
+
+
+class Guards:
+    """Everything that watches a run's loss and gradient norm; their memory is in the checkpoint.
+
+    Args:
+        recipe: `skip_loss_z`, `skip_grad_z`, and `divergence_z`, standard deviations; `precision`.
+    """
+
+    def __init__(self, recipe: dict[str, Any]) -> None:
+        self.limits = {"loss": recipe["skip_loss_z"], "grad": recipe["skip_grad_z"]}
+        self.loss_detector, self.norm_detector = ZScore(), ZScore()
+        self.loss_scale = LossScale() if recipe["precision"] == "fp16" else None
+        self.divergence = DivergenceDetector(recipe["divergence_z"])
+
+    @property
+    def scale(self) -> float:
+        """The factor by which a step's loss, and so its gradients, are to be multiplied."""
+        return self.loss_scale.value if self.loss_scale else 1.0
+
+    def judge(self, step: int, loss: float, norm: float) -> Verdict:
+        """Take in a step's loss in nats and its gradient norm, before the update.
+
+        Raises:
+            Diverged: they left their course; the weights are untouched.
+        """
+        overflow = self._overflow(loss, norm)
+        if overflow is None:
+            self.divergence.check_finite(step, loss, norm)
+        loss_z, grad_z = self.loss_detector.update(loss), self.norm_detector.update(norm)
+        self.divergence.check_course(step, loss_z)
+        reason = overflow or self._outlier("loss", loss_z) or self._outlier("grad", grad_z)
+        return Verdict(loss_z, grad_z, reason)
+
+    def _overflow(self, loss: float, norm: float) -> str | None:
+        """Whether fp16 could not hold this step's gradients; the loss scale follows."""
+        if self.loss_scale is None or not math.isfinite(loss):
+            return None
+        before, overflowed = self.loss_scale.value, not math.isfinite(norm)
+        self.loss_scale.update(overflowed)
+        if not overflowed:
+            return None
+        return f"skipping update due to overflow with loss scale {before:g}"
+
+    def _outlier(self, name: str, z: float) -> str | None:
+        """NaN compares false: a short window never skips."""
+        limit = self.limits[name]
+        return f"skipping update due to {name} z-score of {z:f}" if limit and z > limit else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return {
+            "loss_detector": self.loss_detector.state_dict(),
+            "norm_detector": self.norm_detector.state_dict(),
+            "loss_scale": self.loss_scale.state_dict() if self.loss_scale else None,
+            "divergence": self.divergence.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what was saved, from a checkpoint's state."""
+        self.loss_detector.load_state_dict(state["loss_detector"])
+        self.norm_detector.load_state_dict(state["norm_detector"])
+        if "divergence" in state:  # not in a checkpoint of llm.c, nor in one made before it came
+            self.divergence.load_state_dict(state["divergence"])
+        if self.loss_scale and state.get("loss_scale"):
+            self.loss_scale.load_state_dict(state["loss_scale"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from miniseries.evaluation.choices import question_set
-from miniseries.metrics import append_record
+from miniseries.metrics import append_record, read_metrics
 from miniseries.training.console import Console, RunningMean, step_line
 
 MEBIBYTE = 1 << 20
@@ -250,6 +250,22 @@ class Journal:
             )
         counts = {"unique_tokens": self.tokens_per_epoch, "val_tokens": val_tokens}
         self.record("start", self.first_step, time=time.time(), **counts, **values)
+
+    def saved(self, step: int, seconds: float, waited: float) -> None:
+        """A checkpoint has become complete; training waited some of the time it took, seconds."""
+        self.record("checkpoint", step, seconds=seconds, training_waited_seconds=waited)
+        self.say(
+            f"checkpoint of step {step} is complete: {seconds:.1f} s, "
+            f"of which training waited {waited:.1f} s"
+        )
+
+    def finish(self, wall_seconds: float) -> None:
+        """The run's last step is done; `wall_seconds` are those of all starts."""
+        records = read_metrics(self.folder / "metrics.jsonl").get("train", [])
+        times = [record["step_time_ms"] for record in records]
+        if times:
+            self.say(f"total average iteration time: {sum(times) / len(times):f} ms")
+        self.record("done", self.max_steps, wall_seconds=wall_seconds)
 
     def close(self) -> None:
         """End the progress bar and the log."""

@@ -1,6 +1,7 @@
 """How large weights and activations are, layer by layer: what grows long before a loss diverges."""
 
 import math
+import time
 from collections import defaultdict
 from contextlib import ExitStack
 from typing import Any
@@ -86,6 +87,14 @@ def activation_ranges(model: GPT, tokens: torch.Tensor) -> Ranges:
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     dist.all_reduce(total)
     return _ranges(names, most, total, counts)
+
+
+def all_ranges(model: GPT, tokens: torch.Tensor, shards: dist.ProcessGroup) -> dict[str, Any]:
+    """Both of the above, as a record of metrics.jsonl: `weights`, `activations`, and `seconds`."""
+    start = time.monotonic()
+    weights, activations = weight_ranges(model, shards), activation_ranges(model, tokens)
+    seconds = time.monotonic() - start
+    return {"weights": weights, "activations": activations, "seconds": seconds}
 
 
 class _hooked:

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from miniseries.data.shards import load_manifest
 from miniseries.metrics import die_with_parent, read_json, read_metrics, write_json
 from miniseries.training import checkpoint, determinism, guards
+from miniseries.training.assembly import attention_kernels
 from miniseries.training.distributed import World, start_world
-from miniseries.training.trainer import Trainer, attention_kernels
+from miniseries.training.trainer import Trainer
 
 
 def replay(folder: Path, manifest: Path, step: int, output: Path) -> None:
@@ -76,8 +77,7 @@ def _do_twice(trainer: Trainer, step: int) -> dict[str, Any]:
     tensors = checkpoint.state_tensors(trainer.model, trainer.optimizer)
     local = {n: t.to_local() if hasattr(t, "to_local") else t for n, t in tensors.items()}
     counters = [state["step"] for state in trainer.optimizer.state.values()]
-    detectors = (trainer.loss_detector, trainer.norm_detector)
-    windows = [detector.state_dict() for detector in detectors]
+    windows = trainer.guards.state_dict()
     before = {name: tensor.cpu().clone() for name, tensor in local.items()}
     first = trainer.train_step(step)
     after = {name: tensor.cpu().clone() for name, tensor in local.items()}
@@ -85,8 +85,7 @@ def _do_twice(trainer: Trainer, step: int) -> dict[str, Any]:
         tensor.copy_(before[name])
     for counter in counters:
         counter.sub_(1)
-    for detector, window in zip(detectors, windows, strict=True):
-        detector.load_state_dict(window)
+    trainer.guards.load_state_dict(windows)
     second = trainer.train_step(step)
     differing = {
         name: int((tensor.cpu() != after[name]).sum())

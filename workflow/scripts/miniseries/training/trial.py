@@ -8,9 +8,9 @@ import torch
 
 from miniseries.metrics import read_json
 from miniseries.model.gpt import VOCAB_SIZE, GPTConfig
+from miniseries.training.assembly import attention_kernels, make_model
 from miniseries.training.distributed import COMPUTE_DTYPES
 from miniseries.training.microbatch import powers_of_two, remember, windows_per_process
-from miniseries.training.trainer import attention_kernels, make_model
 
 HEADROOM = 0.04  # of the GPU's memory: for collectives, fragments, and the odd temporary
 # Bytes a parameter that a run keeps besides what the trial's plain model has: its part of fp32

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from miniseries.data.shards import load_manifest
 from miniseries.metrics import die_with_parent, read_json
 from miniseries.training import determinism
+from miniseries.training.assembly import attention_kernels
 from miniseries.training.distributed import start_world
 from miniseries.training.supervisor import CRASHED, OUT_OF_MEMORY, STOPPED
-from miniseries.training.trainer import Trainer, attention_kernels
+from miniseries.training.trainer import Trainer
 
 
 def train(manifest: Path, questions: Path | None, folder: Path, done: Path) -> None:

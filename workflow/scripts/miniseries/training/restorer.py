@@ -1,0 +1,148 @@
+"""Where a run goes on from: its newest checkpoint, its trunk's, given weights, or fresh ones."""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from miniseries.model.gpt import GPT, init_weights
+from miniseries.training import checkpoint
+from miniseries.training.distributed import World
+from miniseries.training.guards import (
+    MAX_ROLLBACKS,
+    NUM_PINNED,
+    Diverged,
+    Guards,
+    Rollbacks,
+)
+from miniseries.training.journal import Journal
+from miniseries.training.pretrained import load_start
+
+
+@dataclass
+class Beginning:
+    """Where a start of a run begins."""
+
+    step: int = 0  # steps done
+    wall_seconds: float = 0.0  # of this run until then, over all starts
+    notes: list[str] = field(default_factory=list)  # for the log
+
+
+class Restorer:
+    """Puts model, optimizer, and guards where training goes on; every rank calls every method.
+
+    Args:
+        settings: the run's frozen ones; `recipe` has the defaults of later keys besides.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: dict[str, Any],
+        recipe: dict[str, Any],
+        *,
+        model: GPT,
+        optimizer: torch.optim.AdamW,
+        guards: Guards,
+        world: World,
+    ) -> None:
+        self.folder, self.settings, self.recipe = folder, settings, recipe
+        self.model, self.optimizer, self.guards, self.world = model, optimizer, guards, world
+
+    def begin(self, micro_batch: int) -> Beginning:
+        """Load the newest checkpoint, or what the run starts from, or draw fresh weights.
+
+        Raises:
+            ValueError: all checkpoints are damaged, or they belong to other settings.
+            OSError: not even one checkpoint fits on the disk.
+        """
+        if self.world.is_main:
+            checkpoint.clean_up(self.folder)
+            num_elements = sum(p.numel() for p in self.model.parameters())
+            checkpoint.check_space(self.folder, num_elements)
+        dist.barrier()
+        state, problems = checkpoint.load_newest(
+            self.folder, self.model, self.optimizer, self.world
+        )
+        notes = [f"{problem}; it is put aside, and an older one is taken" for problem in problems]
+        start = self.settings.get("start")
+        if state is not None:
+            beginning = self._take_over(state, self.settings["fingerprint"], micro_batch)
+            beginning.notes[:0] = notes
+            return beginning
+        if start and self.recipe["branch_from"]:
+            return self._branch_off(Path(start["path"]), micro_batch)
+        if start:
+            load_start(self.model, Path(start["path"]))
+        else:
+            init_weights(self.model, self.recipe["seed"])
+        return Beginning()
+
+    def _take_over(self, state: dict[str, Any], fingerprint: str, micro_batch: int) -> Beginning:
+        """What a checkpoint holds besides the weights and the optimizer."""
+        if state["fingerprint"] != fingerprint:
+            raise ValueError(
+                f"the checkpoint of step {state['step']} belongs to other settings than "
+                f"{self.folder / 'settings.json'}; give the new settings a run name of their own"
+            )
+        self.guards.load_state_dict(state)
+        found = Beginning(state["step"], state["wall_seconds"])
+        for key, now in (("world_size", self.world.size), ("micro_batch", micro_batch)):
+            if state[key] != now:
+                found.notes.append(
+                    f"the checkpoint was made with {key} {state[key]}, now it is {now}: the same "
+                    "batches, and losses equal but for rounding"
+                )
+        return found
+
+    def _branch_off(self, marker: Path, micro_batch: int) -> Beginning:
+        """Begin as the trunk was at the step of a marker, optimizer and all."""
+        folder, trunk = checkpoint.read_marker(marker)
+        if trunk["data_fingerprint"] != self.settings["data_fingerprint"]:
+            raise ValueError(
+                f"{folder}: this run's trunk was trained on other tokens; bring those back, or "
+                "train the trunk again under another name"
+            )
+        state = checkpoint.load_checkpoint(folder, self.model, self.optimizer)
+        found = self._take_over(state, trunk["fingerprint"], micro_batch)
+        found.wall_seconds = 0.0  # the trunk counts its own time
+        return found
+
+    def go_back(
+        self, step: int, divergence: Diverged, rollbacks: Rollbacks, journal: Journal
+    ) -> int:
+        """Pin the last sound checkpoints, go back to the newest, and skip what led astray.
+
+        Args:
+            step: the one that diverged; no checkpoint is being written.
+
+        Returns:
+            The step to go on with.
+
+        Raises:
+            ValueError: it is not asked for, not possible, or was done too often.
+        """
+        saved = checkpoint.saved_steps(self.folder)
+        sound = [s for s in saved if s <= divergence.since]
+        if self.world.is_main:
+            checkpoint.pin(self.folder, sound[-NUM_PINNED:])
+        pinned = f"checkpoints kept for good: {sound[-NUM_PINNED:]}"
+        journal.record("divergence", step, reason=str(divergence), pinned=sound[-NUM_PINNED:])
+        more = self.recipe["rollback_skip_steps"]
+        if not (more and sound and len(rollbacks.done) < MAX_ROLLBACKS):
+            raise ValueError(f"{divergence}; {pinned}") from None
+        back_to = sound[-1]
+        if self.world.is_main:
+            for later in saved[len(sound) :]:
+                checkpoint.forget(self.folder, later)
+        folder = checkpoint.checkpoint_folder(self.folder, back_to)
+        self.guards.load_state_dict(checkpoint.load_checkpoint(folder, self.model, self.optimizer))
+        rollback = rollbacks.plan(step, back_to, more)
+        rollbacks.note(rollback, write=self.world.is_main)
+        journal.record("rollback", back_to, **asdict(rollback))
+        skipped = rollback.batches_skipped
+        journal.say(f"{divergence}; {pinned}")
+        journal.say(f"going back to step {back_to} and on without the next {skipped} batches")
+        return back_to
