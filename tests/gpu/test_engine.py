@@ -159,12 +159,12 @@ def test_two_gpus_survive_a_stop_and_a_killed_process(data, tmp_path):
     one = train(data, tmp_path / "one", **changes | {"gpus": 1})
     folder = tmp_path / "two"
     process = start(data, folder, **changes)
-    while len(read_metrics(folder / "metrics.jsonl").get("train", [])) < 14:
+    while 10 not in saved_steps(folder):  # it is written while some more steps are taken
         assert process.poll() is None, said(folder)
         time.sleep(0.05)
     psutil.Process(process.pid).children()[1].kill()
     assert process.wait(timeout=200) == 0, said(folder)
-    assert "was killed by SIGKILL; starting again from step 10" in said(folder)
+    assert re.search(r"was killed by SIGKILL; starting again from step [1-4]0\n", said(folder))
     assert "Watchdog" not in said(folder)
     two = read_metrics(folder / "metrics.jsonl")
     for ours, theirs in zip(two["train"], one["train"], strict=True):
