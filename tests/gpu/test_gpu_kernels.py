@@ -159,12 +159,17 @@ def test_linear_layers_in_fp8_are_near_the_plain_formulas():
         assert distance(a, b) < 6e-2
 
 
-@pytest.mark.parametrize("shape", [(2, 128, 3, 4, 64), (3, 1024, 3, 25, 64)])
-def test_attention_by_cudnns_front_end_is_that_of_pytorch(shape):
+@pytest.mark.parametrize("backward", ["FlashAttention-4", "cuDNN"])
+@pytest.mark.parametrize("shape", [(2, 128, 3, 4, 64), (2, 96, 3, 4, 32), (3, 1024, 3, 25, 64)])
+def test_attention_by_cudnns_front_end_is_that_of_pytorch(shape, backward, monkeypatch):
     from miniseries.model import cudnn_attention
 
     if not cudnn_attention.is_available():
         pytest.skip("needs the package nvidia-cudnn-frontend and a Hopper GPU")
+    if backward == "cuDNN":
+        monkeypatch.setattr(cudnn_attention, "flash_attention_4", lambda: None)
+    elif not cudnn_attention.flash_attention_4():
+        pytest.skip("needs the package flash-attn-4 and a Hopper GPU")
     qkv = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     upstream = torch.randn(shape[0], shape[1], *shape[3:], device="cuda", dtype=torch.bfloat16)
     ours = gradients_through(cudnn_attention.attention, [qkv], [upstream])

@@ -7,7 +7,13 @@ from pathlib import Path
 # takes a third of the time (LOG.md). OpenMP reads it once, so it must stand before torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# What torch.compile and Triton made is kept with the results: a second start takes seconds
-# instead of a minute. Every process of every command finds it here.
-for _name, _folder in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
+# What compilers made is kept with the results: a second start takes seconds instead of a minute.
+# Every process of every command finds it here.
+CACHE_FOLDERS = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attention",
+}
+for _name, _folder in CACHE_FOLDERS.items():
     os.environ.setdefault(_name, str(Path("results/cache").absolute() / _folder))
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")

@@ -82,9 +82,12 @@ def choose() -> Formulas:
         compiled_gradients = torch.compile(formulas.gradients_of_logits, dynamic=False)
         return Formulas(losses_of_logits=compiled_losses, gradients_of_logits=compiled_gradients)
     chosen: dict[str, Any] = {}
+    if torch.cuda.get_device_capability() >= (9, 0):
+        name = "PyTorch's; pip install -c constraints.txt '.[gpu]' makes it faster"
+        chosen = {"attention_name": name}
     if cudnn_attention.is_available():
-        name = "cuDNN through its front end (evaluation: PyTorch's choice)"
-        chosen = {"attention": cudnn_attention.attention, "attention_name": name}
+        chosen = {"attention": cudnn_attention.attention}
+        chosen |= {"attention_name": cudnn_attention.describe()}
     return Formulas(
         add_norm=add_norm,
         mlp=mlp,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import miniseries
 from miniseries.metrics import read_json, write_json
 from miniseries.settings import resolve_runs, validate_config
 
@@ -153,8 +154,8 @@ def run_row(
     caches = Path(tempfile.mkdtemp(prefix="miniseries-cache-"))
     environment = dict(os.environ)
     if "cold" in row["starts"]:
-        environment |= {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor")}
-        environment |= {"TRITON_CACHE_DIR": str(caches / "triton")}
+        folders = miniseries.CACHE_FOLDERS.items()
+        environment |= {name: str(caches / folder) for name, folder in folders}
     seconds: dict[str, float | None] = {"cold": None, "warm": None}
     try:
         write_json(caches / "row.json", row)
