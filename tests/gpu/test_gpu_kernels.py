@@ -63,8 +63,9 @@ def test_the_gelu_kernels_give_value_and_both_gradients(dtype, limit, shape):
     exact = x.double().requires_grad_()
     value = F.gelu(exact, approximate="tanh")
     value.backward(upstream.double())
-    gradient, sums = kernels.gelu_backward(x, upstream)
+    gradient, sums, active = kernels.gelu_backward(x, upstream, True)
     assert distance(kernels.gelu(x), value.detach()) < limit
+    assert torch.equal(active, kernels.gelu(x))
     assert distance(gradient, exact.grad) < limit
     assert distance(sums, exact.grad.sum(dim=0)) < 1e-4
 
@@ -108,50 +109,48 @@ def test_the_norm_kernels_give_the_plain_formulas_values_and_gradients(dtype, li
         assert distance(a, b) < limit
 
 
-def mlp_inputs(channels):
-    """x, both weights and the first bias as training has them, bf16; and an upstream gradient."""
-    shapes = [
-        (3, 128, channels),
-        (4 * channels, channels),
-        (4 * channels,),
-        (channels, 4 * channels),
-    ]
+def layer_inputs(channels):
+    """Stream, norm and layers as `norm_mlp` takes them, bf16; and upstream gradients."""
+    shapes = [(3, 128, channels)] * 2 + [(channels,)] * 3
+    shapes += [(4 * channels, channels), (4 * channels,), (channels, 4 * channels)]
     inputs = [torch.randn(shape, device="cuda") for shape in shapes]
-    scales = [1.0, channels**-0.5, 1.0, (4 * channels) ** -0.5]
+    inputs[3] += 1
+    scales = [1.0] * 5 + [channels**-0.5, 1.0, (4 * channels) ** -0.5]
     inputs = [(t * scale).bfloat16() for t, scale in zip(inputs, scales, strict=True)]
-    return inputs, torch.randn(shapes[0], device="cuda").bfloat16()
+    return inputs, [torch.randn(shapes[0], device="cuda").bfloat16() for _ in range(2)]
 
 
-def test_the_mlp_has_the_plain_formulas_values_and_gradients():
-    from miniseries.model import fast_formulas
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize(("name", "count"), [("norm_linear", 7), ("norm_mlp", 8)])
+def test_half_a_block_has_the_plain_formulas_values_and_gradients(precision, name, count):
+    from miniseries.model import fast_formulas, fp8_formulas
 
-    inputs, upstream = mlp_inputs(768)
-    ours = gradients_through(fast_formulas.mlp, inputs, [upstream])
-    exact = gradients_through(formulas.mlp, [t.double() for t in inputs], [upstream.double()])
-    for a, b in zip(ours, exact, strict=True):
-        assert distance(a, b) < 6e-3
+    if precision == "fp8" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    fast, limit = {"bf16": (fast_formulas, 6e-3), "fp8": (fp8_formulas, 8e-2)}[precision]
+    inputs, upstreams = layer_inputs(768)
+    if name == "norm_linear":
+        upstreams[1] = torch.randn(3, 128, 4 * 768, device="cuda").bfloat16()
+
+    def found(half, level, dtype):
+        given = [[t.to(dtype) for t in tensors] for tensors in (inputs[:count], upstreams)]
+        return gradients_through(lambda *tensors: half(*tensors, level), *given)
+
+    levels = [found(getattr(fast, name), level, torch.bfloat16) for level in (0, 1, 2)]
+    exact = found(getattr(formulas, name), 0, torch.float64)
+    for a, b in zip(levels[0], exact, strict=True):
+        assert distance(a, b) < limit
+    for level in levels[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(level, levels[0], strict=True))
 
 
-def test_linear_layers_in_fp8_are_near_the_plain_formulas():
+def test_a_linear_layer_in_fp8_is_near_the_plain_formula():
     from miniseries.model import fp8_formulas
 
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs a Hopper GPU")
-
-    def norm_and_mlp(x, *parameters):
-        vectors = torch.ones_like(parameters[2])[: x.shape[-1]].detach()
-        _, normed = fp8_formulas.add_norm(x, torch.zeros_like(x), 0 * vectors, vectors, 0 * vectors)
-        return fp8_formulas.mlp(normed, *parameters)
-
-    def plain(x, *parameters):
-        return formulas.mlp(F.layer_norm(x, x.shape[-1:]), *parameters)
-
-    inputs, upstream = mlp_inputs(768)
-    ours = gradients_through(norm_and_mlp, inputs, [upstream])
-    exact = gradients_through(plain, [t.double() for t in inputs], [upstream.double()])
-    for a, b in zip(ours, exact, strict=True):
-        assert distance(a, b) < 8e-2
-    inputs = [inputs[0], inputs[1], inputs[2]]
+    inputs, _ = layer_inputs(768)
+    inputs = [inputs[0], inputs[5]]
     upstream = torch.randn(3, 128, 4 * 768, device="cuda").bfloat16()
     ours = gradients_through(fp8_formulas.linear, inputs, [upstream])
     exact = gradients_through(formulas.linear, [t.double() for t in inputs], [upstream.double()])

@@ -7,6 +7,7 @@ import torch
 
 from miniseries.model import formulas
 from miniseries.model.gpt import GPT, GPTConfig
+from miniseries.speed.planning import KEPT_ELEMENTS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PRECISIONS = [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)]
@@ -53,13 +54,68 @@ def test_addition_and_norm_are_the_plain_ones(dtype, limit):
     assert_same(fast_formulas.add_norm, formulas.add_norm, rows + vectors, limit)
 
 
+def layer_inputs(dtype):
+    """Stream, norm, and layers as `norm_mlp` takes them; `norm_linear` takes all but the last."""
+    channels = 48
+    inputs = [randn(2, 21, channels, dtype=dtype), randn(2, 21, channels, dtype=dtype).flip(0)]
+    inputs += [randn(channels, dtype=dtype, scale=0.1), randn(channels, dtype=dtype) + 1]
+    inputs += [randn(channels, dtype=dtype), randn(4 * channels, channels, dtype=dtype, scale=0.2)]
+    inputs += [randn(4 * channels, dtype=dtype)]
+    return [*inputs, randn(channels, 4 * channels, dtype=dtype, scale=0.1)]
+
+
 @pytest.mark.parametrize(("dtype", "limit"), PRECISIONS)
-def test_the_mlp_is_the_plain_one(dtype, limit):
+def test_both_halves_of_a_block_are_the_plain_ones(dtype, limit):
     from miniseries.model import fast_formulas
 
-    inputs = [randn(2, 21, 40, dtype=dtype), randn(160, 40, dtype=dtype, scale=0.2)]
-    inputs += [randn(160, dtype=dtype), randn(40, 160, dtype=dtype, scale=0.1)]
-    assert_same(fast_formulas.mlp, formulas.mlp, inputs, limit)
+    def halves(formulas):
+        return (
+            lambda *inputs: formulas.norm_linear(*inputs, 0),
+            lambda *inputs: formulas.norm_mlp(*inputs, 0),
+        )
+
+    inputs = layer_inputs(dtype)
+    for ours, plain, count in zip(halves(fast_formulas), halves(formulas), (7, 8), strict=True):
+        assert_same(ours, plain, inputs[:count], limit)
+
+
+def gradients_and_kept_bytes(block, recompute):
+    """Gradients of a compiled block by its inputs and weights, and what it keeps for them."""
+    torch._dynamo.reset()
+    block.recompute = recompute
+    # the compiler without its code generation, which is the slow part
+    compiled = torch.compile(block, dynamic=False, backend="aot_eager_decomp_partition")
+    x = randn(1, 16, 32, dtype=torch.bfloat16)
+    leaves = [t.requires_grad_() for t in (x, x.flip(1), x[0, 0].clone())] + [*block.parameters()]
+    own = {t.untyped_storage().data_ptr() for t in leaves}
+    kept = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = 0 if storage.data_ptr() in own else storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        outputs = compiled(*leaves[:3])
+    upstreams = [randn(*out.shape, dtype=out.dtype) for out in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, upstreams)], sum(kept.values())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_recomputing_changes_no_bit_and_keeps_what_is_planned(precision):
+    from miniseries.model import fast_formulas, fp8_formulas
+
+    fast = {"bf16": fast_formulas, "fp8": fp8_formulas}[precision]
+    torch.manual_seed(0)
+    block = GPT(GPTConfig(1, 2, 32, 16, VOCAB, PADDED)).to(DEVICE, torch.bfloat16).h[0]
+    block.formulas = formulas.Formulas(norm_linear=fast.norm_linear, norm_mlp=fast.norm_mlp)
+    expected, most = gradients_and_kept_bytes(block, 0)
+    figures = most - 16 * 2 * 32 * KEPT_ELEMENTS[precision][0]
+    assert 0 < figures <= 16 * 4 * 8  # of each row, in float32: of the norms, of attention
+    for level in (1, 2):
+        found, kept = gradients_and_kept_bytes(block, level)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), level
+        assert kept == figures + 16 * 2 * 32 * KEPT_ELEMENTS[precision][level]
 
 
 @pytest.mark.parametrize(("dtype", "limit"), PRECISIONS)
@@ -88,23 +144,20 @@ def test_rows_are_scaled_to_the_range_of_fp8_and_back():
     assert quantized.float().abs().amax(dim=1).tolist() == [448.0] * 3 + [0.0] + [448.0] * 3
 
 
-def test_linear_layers_in_fp8_are_near_the_plain_ones():
+def test_layers_in_fp8_are_near_the_plain_ones():
     from miniseries.model import fp8_formulas
 
-    def norm_and_mlp(x, bias, *parameters):
-        _, normed = fp8_formulas.add_norm(x, torch.zeros_like(x), bias, bias + 1, bias)
-        return fp8_formulas.mlp(normed, *parameters)
-
-    def plain(x, bias, *parameters):
-        _, normed = formulas.add_norm(x, torch.zeros_like(x), bias, bias + 1, bias)
-        return formulas.mlp(normed, *parameters)
-
-    bf16 = torch.bfloat16
-    inputs = [randn(2, 24, 48, dtype=bf16), randn(48, dtype=bf16, scale=0.1)]
-    inputs += [randn(192, 48, dtype=bf16, scale=0.15), randn(192, dtype=bf16)]
-    inputs += [randn(48, 192, dtype=bf16, scale=0.1)]
-    assert_same(norm_and_mlp, plain, inputs, 0.2)
-    assert_same(fp8_formulas.linear, formulas.linear, [inputs[0], inputs[2], inputs[3]], 0.2)
+    inputs = layer_inputs(torch.bfloat16)
+    for name, count in (("norm_linear", 7), ("norm_mlp", 8)):
+        ours, plain = getattr(fp8_formulas, name), getattr(formulas, name)
+        assert_same(
+            lambda *given, ours=ours: ours(*given, 0),
+            lambda *given, plain=plain: plain(*given, 0),
+            inputs[:count],
+            0.2,
+        )
+    x, weight = inputs[0][:, :16], inputs[5]
+    assert_same(fp8_formulas.linear, formulas.linear, [x, weight], 0.2)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), PRECISIONS)
@@ -118,7 +171,8 @@ def test_a_model_with_all_of_them_has_the_plain_models_loss_and_gradients(dtype,
     fast.use(
         formulas.Formulas(
             add_norm=fast_formulas.add_norm,
-            mlp=fast_formulas.mlp,
+            norm_linear=fast_formulas.norm_linear,
+            norm_mlp=fast_formulas.norm_mlp,
             gradients_of_logits=kernels.gradients_of_logits,
         )
     )
@@ -138,7 +192,7 @@ def test_a_device_without_our_kernels_gets_the_plain_formulas(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     chosen = fast_formulas.choose()
-    assert chosen.add_norm is formulas.add_norm and chosen.mlp is formulas.mlp
+    assert chosen.add_norm is formulas.add_norm and chosen.norm_mlp is formulas.norm_mlp
     assert chosen.attention is formulas.attention
     with pytest.raises(ValueError, match=r"precision fp8 needs a Hopper GPU.*Tesla T4.*bf16"):
         fp8_formulas.choose(chosen)

@@ -13,66 +13,107 @@ class _AddNorm(torch.autograd.Function):
     """One kernel forward, and one backward that also sums for the three vectors."""
 
     @staticmethod
-    def forward(ctx, x, delta, delta_bias, weight, bias):
-        rows = x.contiguous().flatten(0, -2), delta.contiguous().flatten(0, -2)
-        total, normed, mean, rstd, _, _ = kernels.add_norm(*rows, delta_bias, weight, bias, False)
-        ctx.save_for_backward(total, mean, rstd, weight)
-        return total.view_as(x), normed.view_as(x)
+    def forward(ctx, x, delta, delta_bias, norm_weight, norm_bias):
+        norm, normed = added_and_normed(x, delta, delta_bias, norm_weight, norm_bias)
+        ctx.save_for_backward(*norm)
+        return norm[0].view_as(x), normed.view_as(x)
 
     @staticmethod
     def backward(ctx, residual, upstream):
-        return add_norm_gradients(ctx.saved_tensors, residual, upstream)
+        return add_norm_gradients(ctx.saved_tensors, residual, upstream.contiguous().flatten(0, -2))
 
 
-def add_norm_gradients(
-    saved: tuple[torch.Tensor, ...], residual: torch.Tensor, upstream: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """Gradients by x, delta, delta's bias, and the norm's weight and bias."""
-    weight = saved[-1]
-    rows = upstream.contiguous().flatten(0, -2), residual.contiguous().flatten(0, -2)
-    gradient, sums = kernels.add_norm_backward(*saved, *rows)
-    gradient = gradient.view_as(upstream)
-    for_weight, for_bias, for_delta_bias = sums.to(weight.dtype).unbind(0)
-    return gradient, gradient, for_delta_bias, for_weight, for_bias
+class _NormLinear(torch.autograd.Function):
+    """Addition, norm and a linear layer; the norm is kept for its weights, or made again."""
+
+    @staticmethod
+    def forward(ctx, x, delta, delta_bias, norm_weight, norm_bias, weight, bias, recompute):
+        norm, normed = added_and_normed(x, delta, delta_bias, norm_weight, norm_bias)
+        ctx.save_for_backward(*norm, weight, *([] if recompute == 2 else [normed]))
+        return norm[0].view_as(x), F.linear(normed, weight, bias).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, residual, upstream):
+        norm, (weight, *kept) = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        normed = kept[0] if kept else kernels.norm_again(*norm)
+        rows = upstream.contiguous().flatten(0, -2)
+        for_norm = add_norm_gradients(norm, residual, rows @ weight)
+        return *for_norm, rows.t() @ normed, rows.sum(dim=0), None
 
 
-def add_norm(
+class _NormMlp(torch.autograd.Function):
+    """As above; one kernel makes the gradients of GELU and of the bias before it."""
+
+    @staticmethod
+    def forward(
+        ctx, x, delta, delta_bias, norm_weight, norm_bias, weight, bias, proj_weight, recompute
+    ):
+        norm, normed = added_and_normed(x, delta, delta_bias, norm_weight, norm_bias)
+        hidden = F.linear(normed, weight, bias)
+        active = kernels.gelu(hidden)
+        kept = [normed, active][: 2 - recompute]
+        ctx.save_for_backward(*norm, weight, proj_weight, hidden, *kept)
+        return norm[0].view_as(x), F.linear(active, proj_weight).view_as(x)
+
+    @staticmethod
+    def backward(ctx, residual, upstream):
+        norm, (weight, proj_weight, hidden, *kept) = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        rows = upstream.contiguous().flatten(0, -2)
+        gradient, for_bias, active = kernels.gelu_backward(
+            hidden, rows @ proj_weight, len(kept) < 2
+        )
+        normed = kept[0] if kept else kernels.norm_again(*norm)
+        for_proj_weight = rows.t() @ (kept[1] if len(kept) == 2 else active)
+        for_norm = add_norm_gradients(norm, residual, gradient @ weight)
+        for_layer = gradient.t() @ normed, for_bias.to(weight.dtype)
+        return *for_norm, *for_layer, for_proj_weight, None
+
+
+def added_and_normed(
     x: torch.Tensor,
     delta: torch.Tensor,
     delta_bias: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor,
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """The five tensors from which `kernels.norm_again` makes the norm, sum first; and the norm."""
+    rows = x.contiguous().flatten(0, -2), delta.contiguous().flatten(0, -2)
+    total, normed, mean, rstd, _, _ = kernels.add_norm(
+        *rows, delta_bias, norm_weight, norm_bias, False
+    )
+    return (total, mean, rstd, norm_weight, norm_bias), normed
+
+
+def add_norm_gradients(
+    norm: tuple[torch.Tensor, ...], residual: torch.Tensor, upstream: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Gradients by x, delta, delta's bias, and the norm's weight and bias.
+
+    Args:
+        norm: sum, mean, reciprocal deviation, and weight, as of the forward pass.
+        residual: (B, T, C), by the sum.
+        upstream: (N, C), by the norm.
+    """
+    rows = residual.contiguous().flatten(0, -2)
+    gradient, sums = kernels.add_norm_backward(*norm[:4], upstream, rows)
+    for_weight, for_bias, for_delta_bias = sums.to(norm[3].dtype).unbind(0)
+    gradient = gradient.view_as(residual)
+    return gradient, gradient, for_delta_bias, for_weight, for_bias
+
+
+def add_norm(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See `formulas`."""
-    return _AddNorm.apply(x, delta, delta_bias, weight, bias)
+    return _AddNorm.apply(*inputs)
 
 
-class _Mlp(torch.autograd.Function):
-    """One kernel makes the gradients of GELU and of the bias before it."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, proj_weight):
-        rows = x.flatten(0, -2)
-        hidden = F.linear(rows, weight, bias)
-        active = kernels.gelu(hidden)
-        ctx.save_for_backward(rows, hidden, active, weight, proj_weight)
-        return F.linear(active, proj_weight).view_as(x)
-
-    @staticmethod
-    def backward(ctx, upstream):
-        rows, hidden, active, weight, proj_weight = ctx.saved_tensors
-        upstream_rows = upstream.contiguous().flatten(0, -2)
-        gradient, for_bias = kernels.gelu_backward(hidden, upstream_rows @ proj_weight)
-        for_proj_weight = upstream_rows.t() @ active
-        for_x = (gradient @ weight).view_as(upstream)
-        return for_x, gradient.t() @ rows, for_bias.to(weight.dtype), for_proj_weight
-
-
-def mlp(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, proj_weight: torch.Tensor
-) -> torch.Tensor:
+def norm_linear(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """See `formulas`."""
-    return _Mlp.apply(x, weight, bias, proj_weight)
+    return _NormLinear.apply(*inputs)
+
+
+def norm_mlp(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `formulas`."""
+    return _NormMlp.apply(*inputs)
 
 
 def choose() -> Formulas:
@@ -90,7 +131,8 @@ def choose() -> Formulas:
         chosen |= {"attention_name": cudnn_attention.describe()}
     return Formulas(
         add_norm=add_norm,
-        mlp=mlp,
+        norm_linear=norm_linear,
+        norm_mlp=norm_mlp,
         losses_of_logits=compiled_losses,
         gradients_of_logits=kernels.gradients_of_logits,
         **chosen,

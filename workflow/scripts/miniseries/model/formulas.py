@@ -4,13 +4,23 @@ Letters in shape comments: B sequences, T tokens, C channels, H heads, D channel
 (B x T), V vocabulary entries (50,257), Vp the same padded to a multiple of 128 (50,304).
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 LAYER_NORM_EPSILON = 1e-5  # GPT-2's own, as in the released model's configuration
+PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+
+# a compiled region may hold no in-place operation, PyTorch says each time; ours hold none
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(
+    lambda record: "context_fn" not in record.getMessage()
+)
 
 
 def attention(qkv: torch.Tensor) -> torch.Tensor:
@@ -35,19 +45,75 @@ def add_norm(
     return x, F.layer_norm(x, x.shape[-1:], weight, bias, LAYER_NORM_EPSILON)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """A linear layer, (B, T, C) to (B, T, F); weight (F, C)."""
-    return F.linear(x, weight, bias)
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A linear layer without bias, (B, T, C) to (B, T, F); weight (F, C)."""
+    return F.linear(x, weight)
 
 
-def mlp(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, proj_weight: torch.Tensor
+def _again_if(
+    is_wanted: bool, function: Callable[..., torch.Tensor], *inputs: torch.Tensor
 ) -> torch.Tensor:
-    """A linear layer, GELU in its tanh form, as GPT-2 has it, and a linear layer without bias.
+    """`function(*inputs)`, whose backward pass may do again what stands before its product."""
+    if not (is_wanted and torch.is_grad_enabled()):
+        return function(*inputs)
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if torch.compiler.is_compiling():  # which, unlike PyTorch itself, would do the product again
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, PRODUCTS)
+    return checkpoint(function, *inputs, **options)
 
-    (B, T, C) to (B, T, C); weight (4C, C), bias (4C,), proj_weight (C, 4C).
+
+def _linear_of_norm(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+) -> torch.Tensor:
+    normed = F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, LAYER_NORM_EPSILON)
+    return F.linear(normed, weight, bias)
+
+
+def _linear_of_gelu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.linear(F.gelu(x, approximate="tanh"), weight)
+
+
+def norm_linear(
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    delta_bias: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    recompute: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The stream as `add_norm` gives it, and a linear layer of its norm, (B, T, F).
+
+    weight is (F, C), bias (F,); `recompute` 2 makes the norm again in the backward pass.
     """
-    return F.linear(F.gelu(F.linear(x, weight, bias), approximate="tanh"), proj_weight)
+    x = x + (delta + delta_bias)
+    return x, _again_if(recompute == 2, _linear_of_norm, x, norm_weight, norm_bias, weight, bias)
+
+
+def norm_mlp(
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    delta_bias: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    proj_weight: torch.Tensor,
+    recompute: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `norm_linear`, then GELU in its tanh form, as GPT-2 has it, and a layer without bias.
+
+    weight is (4C, C), bias (4C,), proj_weight (C, 4C); `recompute` 1 makes GELU again in the
+    backward pass, 2 the norm as well.
+    """
+    norm = (norm_weight, norm_bias)
+    x, hidden = norm_linear(x, delta, delta_bias, *norm, weight, bias, recompute)
+    return x, _again_if(recompute > 0, _linear_of_gelu, hidden, proj_weight)
 
 
 def losses_of_logits(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -87,8 +153,9 @@ class Formulas:
     attention_name: str = "PyTorch's scaled_dot_product_attention"
     attention: Callable[..., torch.Tensor] = attention
     add_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = add_norm
+    norm_linear: Callable[..., tuple[torch.Tensor, torch.Tensor]] = norm_linear
     linear: Callable[..., torch.Tensor] = linear
-    mlp: Callable[..., torch.Tensor] = mlp
+    norm_mlp: Callable[..., tuple[torch.Tensor, torch.Tensor]] = norm_mlp
     losses_of_logits: Callable[..., torch.Tensor] = losses_of_logits
     gradients_of_logits: Callable[..., tuple[torch.Tensor, torch.Tensor]] = gradients_of_logits
 

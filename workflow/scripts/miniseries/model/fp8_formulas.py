@@ -8,7 +8,7 @@ gradient by a weight, a sum over all tokens, is made in bf16, as in torchao's re
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +16,6 @@ import torch.nn.functional as F
 from miniseries.model import fast_formulas, kernels
 from miniseries.model.formulas import Formulas
 from miniseries.model.quantization import quantize_rows
-
-
-class Activation(NamedTuple):
-    """(B, T, C) with its rows as fp8, (N, C), and their scales, (N, 1)."""
-
-    values: torch.Tensor
-    quantized: torch.Tensor
-    scales: torch.Tensor
 
 
 def _product(
@@ -44,90 +36,92 @@ def _product(
     )
 
 
-class _AddNorm(torch.autograd.Function):
-    """As in bf16; the norm also comes as fp8."""
-
-    @staticmethod
-    def forward(ctx, x, delta, delta_bias, weight, bias):
-        rows = x.contiguous().flatten(0, -2), delta.contiguous().flatten(0, -2)
-        total, normed, mean, rstd, quantized, scales = kernels.add_norm(
-            *rows, delta_bias, weight, bias, True
-        )
-        ctx.save_for_backward(total, mean, rstd, weight)
-        ctx.mark_non_differentiable(quantized, scales)
-        return total.view_as(x), normed.view_as(x), quantized, scales
-
-    @staticmethod
-    def backward(ctx, residual, upstream, _quantized, _scales):
-        return fast_formulas.add_norm_gradients(ctx.saved_tensors, residual, upstream)
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, quantized, scales, weight, bias):
-        ctx.has_bias = bias is not None
-        ctx.save_for_backward(x, weight)
-        return _product((quantized, scales), weight, bias).view(*x.shape[:-1], -1)
+    def forward(ctx, x, weight):
+        rows = x.flatten(0, -2)
+        ctx.save_for_backward(rows, weight)
+        return _product(quantize_rows(rows), weight).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, upstream):
         x, weight = ctx.saved_tensors
         rows = upstream.contiguous().flatten(0, -2)
-        for_x = _product(quantize_rows(rows), weight.t().contiguous()).view_as(x)
-        for_weight = rows.t() @ x.flatten(0, -2)
-        return for_x, None, None, for_weight, rows.sum(dim=0) if ctx.has_bias else None
+        for_x = _product(quantize_rows(rows), weight.t().contiguous())
+        return for_x.view(*upstream.shape[:-1], -1), rows.t() @ x
 
 
-class _Mlp(torch.autograd.Function):
+class _NormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, quantized, scales, weight, bias, proj_weight):
-        hidden = _product((quantized, scales), weight, bias)
+    def forward(ctx, x, delta, delta_bias, norm_weight, norm_bias, weight, bias, recompute):
+        norm, normed, quantized = _added_and_normed(x, delta, delta_bias, norm_weight, norm_bias)
+        ctx.save_for_backward(*norm, weight, *([] if recompute == 2 else [normed]))
+        return norm[0].view_as(x), _product(quantized, weight, bias).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, residual, upstream):
+        norm, (weight, *kept) = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        normed = kept[0] if kept else kernels.norm_again(*norm)
+        rows = upstream.contiguous().flatten(0, -2)
+        for_normed = _product(quantize_rows(rows), weight.t().contiguous())
+        for_norm = fast_formulas.add_norm_gradients(norm, residual, for_normed)
+        return *for_norm, rows.t() @ normed, rows.sum(dim=0), None
+
+
+class _NormMlp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, x, delta, delta_bias, norm_weight, norm_bias, weight, bias, proj_weight, recompute
+    ):
+        norm, normed, quantized = _added_and_normed(x, delta, delta_bias, norm_weight, norm_bias)
+        hidden = _product(quantized, weight, bias)
         active = kernels.gelu(hidden)
-        ctx.save_for_backward(x, hidden, active, weight, proj_weight)
-        return _product(quantize_rows(active), proj_weight).view_as(x)
+        kept = [normed, active][: 2 - recompute]
+        ctx.save_for_backward(*norm, weight, proj_weight, hidden, *kept)
+        return norm[0].view_as(x), _product(quantize_rows(active), proj_weight).view_as(x)
 
     @staticmethod
-    def backward(ctx, upstream):
-        x, hidden, active, weight, proj_weight = ctx.saved_tensors
+    def backward(ctx, residual, upstream):
+        norm, (weight, proj_weight, hidden, *kept) = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
         rows = upstream.contiguous().flatten(0, -2)
         for_active = _product(quantize_rows(rows), proj_weight.t().contiguous())
-        for_proj_weight = rows.t() @ active
-        gradient, for_bias = kernels.gelu_backward(hidden, for_active)
-        for_x = _product(quantize_rows(gradient), weight.t().contiguous()).view_as(x)
-        for_weight = gradient.t() @ x.flatten(0, -2)
-        return for_x, None, None, for_weight, for_bias.to(rows.dtype), for_proj_weight
+        gradient, for_bias, active = kernels.gelu_backward(hidden, for_active, len(kept) < 2)
+        normed = kept[0] if kept else kernels.norm_again(*norm)
+        for_proj_weight = rows.t() @ (kept[1] if len(kept) == 2 else active)
+        for_normed = _product(quantize_rows(gradient), weight.t().contiguous())
+        for_norm = fast_formulas.add_norm_gradients(norm, residual, for_normed)
+        for_layer = gradient.t() @ normed, for_bias.to(rows.dtype)
+        return *for_norm, *for_layer, for_proj_weight, None
 
 
-def add_norm(
+def _added_and_normed(
     x: torch.Tensor,
     delta: torch.Tensor,
     delta_bias: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-) -> tuple[torch.Tensor, Any]:
-    """See `formulas`; while training the norm is an `Activation`."""
-    if not torch.is_grad_enabled():
-        return fast_formulas.add_norm(x, delta, delta_bias, weight, bias)
-    total, *normed = _AddNorm.apply(x, delta, delta_bias, weight, bias)
-    return total, Activation(*normed)
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor,
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """As in bf16; the norm also comes as fp8 and its scales."""
+    rows = x.contiguous().flatten(0, -2), delta.contiguous().flatten(0, -2)
+    total, normed, mean, rstd, *quantized = kernels.add_norm(
+        *rows, delta_bias, norm_weight, norm_bias, True
+    )
+    return (total, mean, rstd, norm_weight, norm_bias), normed, tuple(quantized)
 
 
-def linear(x: Any, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """See `formulas`; x is a tensor or an `Activation`."""
-    if not torch.is_grad_enabled():
-        return F.linear(x, weight, bias)
-    if not isinstance(x, Activation):
-        x = Activation(x, *quantize_rows(x.detach().flatten(0, -2)))
-    return _Linear.apply(*x, weight, bias)
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """See `formulas`."""
+    return _Linear.apply(x, weight) if torch.is_grad_enabled() else F.linear(x, weight)
 
 
-def mlp(
-    x: Any, weight: torch.Tensor, bias: torch.Tensor, proj_weight: torch.Tensor
-) -> torch.Tensor:
-    """See `formulas`; while training x is an `Activation`."""
-    if not torch.is_grad_enabled():
-        return fast_formulas.mlp(x, weight, bias, proj_weight)
-    return _Mlp.apply(*x, weight, bias, proj_weight)
+def norm_linear(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `formulas`."""
+    return (_NormLinear.apply if torch.is_grad_enabled() else fast_formulas.norm_linear)(*inputs)
+
+
+def norm_mlp(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `formulas`."""
+    return (_NormMlp.apply if torch.is_grad_enabled() else fast_formulas.norm_mlp)(*inputs)
 
 
 def choose(fast: Formulas) -> Formulas:
@@ -141,4 +135,4 @@ def choose(fast: Formulas) -> Formulas:
             f"precision fp8 needs a Hopper GPU or a newer one, and this is "
             f"{torch.cuda.get_device_name()}; set precision to bf16"
         )
-    return replace(fast, add_norm=add_norm, linear=linear, mlp=mlp)
+    return replace(fast, norm_linear=norm_linear, linear=linear, norm_mlp=norm_mlp)

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from miniseries.data.shards import PADDED_VOCAB_SIZE, VOCAB_SIZE
 from miniseries.model.formulas import Formulas, mean_loss, token_losses
-from miniseries.model.recompute import recomputed
 
 INIT_STD = 0.02  # GPT-2 paper, section 2.3; the residual projections are scaled by 1/sqrt(2L)
 
@@ -47,8 +46,12 @@ class GPTConfig:
         return self.num_positions or self.sequence_length
 
 
+# The residual stream, what is to be added to it, both (B, T, C), and the latter's bias, (C,)
+Stream = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 class Attention(nn.Module):
-    """Causal self-attention over all heads at once; the caller adds the bias of `c_proj`."""
+    """Causal self-attention over all heads at once."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -56,29 +59,39 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.channels, 3 * config.channels)
         self.c_proj = nn.Linear(config.channels, config.channels)
 
-    def forward(self, x: torch.Tensor, formulas: Formulas) -> torch.Tensor:
-        qkv = formulas.linear(x, self.c_attn.weight, self.c_attn.bias)  # (B, T, 3C)
+    def forward(
+        self, stream: Stream, norm: nn.LayerNorm, formulas: Formulas, recompute: int
+    ) -> Stream:
+        vectors = (norm.weight, norm.bias)
+        layer = (self.c_attn.weight, self.c_attn.bias)
+        x, qkv = formulas.norm_linear(*stream, *vectors, *layer, recompute)  # (B, T, 3C)
         qkv = qkv.unflatten(-1, (3, self.num_heads, -1))  # (B, T, 3, H, D)
-        return formulas.linear(formulas.attention(qkv).flatten(2), self.c_proj.weight)  # (B, T, C)
+        out = formulas.attention(qkv).flatten(2)  # (B, T, C)
+        return x, formulas.linear(out, self.c_proj.weight), self.c_proj.bias
 
 
 class MLP(nn.Module):
-    """Two linear layers around GELU; the caller adds the bias of `c_proj`."""
+    """Two linear layers around GELU."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.c_fc = nn.Linear(config.channels, 4 * config.channels)
         self.c_proj = nn.Linear(4 * config.channels, config.channels)
 
-    def forward(self, x: torch.Tensor, formulas: Formulas) -> torch.Tensor:
-        return formulas.mlp(x, self.c_fc.weight, self.c_fc.bias, self.c_proj.weight)
+    def forward(
+        self, stream: Stream, norm: nn.LayerNorm, formulas: Formulas, recompute: int
+    ) -> Stream:
+        vectors = (norm.weight, norm.bias)
+        layers = (self.c_fc.weight, self.c_fc.bias, self.c_proj.weight)
+        x, delta = formulas.norm_mlp(*stream, *vectors, *layers, recompute)
+        return x, delta, self.c_proj.bias
 
 
 class Block(nn.Module):
     """One transformer layer: attention and MLP, each on a normalised copy of the residual stream.
 
-    What a layer adds at its end, and its bias, are handed on beside the stream, so that the next
-    layer adds and normalises in one go.
+    What each adds at its end, and its bias, are handed on beside the stream, so that the next one
+    adds and normalises in one go.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -90,22 +103,11 @@ class Block(nn.Module):
         self.formulas = Formulas()
         self.recompute = 0
 
-    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The stream, what is to be added to it, both (B, T, C), and the latter's bias, (C,)."""
-        return recomputed(self._layer, *inputs) if self.recompute == 2 else self._layer(*inputs)
-
-    def _layer(
-        self, x: torch.Tensor, delta: torch.Tensor, delta_bias: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        formulas = self.formulas
-        x, normed = formulas.add_norm(x, delta, delta_bias, self.ln_1.weight, self.ln_1.bias)
-        delta = self.attn(normed, formulas)
-        delta_bias = self.attn.c_proj.bias
-        x, normed = formulas.add_norm(x, delta, delta_bias, self.ln_2.weight, self.ln_2.bias)
-        keeps_gelu = self.recompute != 1
-        delta = self.mlp(normed, formulas) if keeps_gelu else recomputed(self.mlp, normed, formulas)
+    def forward(self, *stream: torch.Tensor) -> Stream:
+        how = (self.formulas, self.recompute)
+        x, delta, delta_bias = self.mlp(self.attn(stream, self.ln_1, *how), self.ln_2, *how)
         # a copy: FSDP2 hangs hooks on what leaves a block, and on a parameter they would pile up
-        return x, delta, self.mlp.c_proj.bias.clone()
+        return x, delta, delta_bias.clone()
 
 
 class GPT(nn.Module):

@@ -120,10 +120,13 @@ def _gelu_kernel(x_ptr, out_ptr, num_columns, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _gelu_backward_kernel(
-    x_ptr, upstream_ptr, gradient_ptr, sums_ptr, num_rows, num_columns,
+    x_ptr, upstream_ptr, gradient_ptr, active_ptr, sums_ptr, num_rows, num_columns,
+    WITH_ACTIVE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROWS_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
-    """A strip of columns: the gradient by GELU's input, and its sum over this program's rows."""
+    """A strip of columns: the gradient by GELU's input, and its sum over this program's rows;
+    if asked for, GELU once more.
+    """
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(1) * ROWS_PER_PROGRAM
     in_columns = columns < num_columns
@@ -136,6 +139,9 @@ def _gelu_backward_kernel(
         upstream = tl.load(upstream_ptr + place, mask=inside, other=0.0).to(tl.float32)
         gradient = _gelu_gradient(x, upstream)
         tl.store(gradient_ptr + place, gradient.to(gradient_ptr.dtype.element_ty), mask=inside)
+        if WITH_ACTIVE:
+            active = x * _gelu_gate(x)
+            tl.store(active_ptr + place, active.to(active_ptr.dtype.element_ty), mask=inside)
         sums += gradient
     sums_place = tl.program_id(1) * num_columns + columns
     tl.store(sums_ptr + sums_place, tl.sum(sums, axis=0), mask=in_columns)
@@ -155,30 +161,34 @@ def _(x):
 
 
 @custom_op("miniseries::gelu_backward", mutates_args=())
-def gelu_backward(x: torch.Tensor, upstream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def gelu_backward(
+    x: torch.Tensor, upstream: torch.Tensor, with_active: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradient by the input of tanh-GELU, and its sum over all rows: the gradient of a bias.
 
     Args:
         x: (N, F), contiguous; what GELU was applied to.
         upstream: (N, F), contiguous.
+        with_active: whether GELU of x, which was not kept, comes as well.
 
     Returns:
-        (N, F) of x's type, and (F,) float32.
+        (N, F) of x's type, (F,) float32, and what `gelu` gives, or an empty tensor.
     """
     rows, columns = x.shape
-    gradient = torch.empty_like(x)
+    gradient, active = torch.empty_like(x), torch.empty_like(x if with_active else x[:0])
     strips = triton.cdiv(rows, GELU_ROWS_PER_PROGRAM)
     sums = torch.empty((strips, columns), device=x.device, dtype=torch.float32)
     _gelu_backward_kernel[(triton.cdiv(columns, GELU_COLUMNS), strips)](
-        x, upstream, gradient, sums, rows, columns,
+        x, upstream, gradient, active, sums, rows, columns, with_active,
         GELU_ROWS, GELU_COLUMNS, GELU_ROWS_PER_PROGRAM, num_warps=GELU_WARPS,
     )  # fmt: skip
-    return gradient, sums.sum(dim=0)
+    return gradient, sums.sum(dim=0), active
 
 
 @gelu_backward.register_fake
-def _(x, upstream):
-    return torch.empty_like(x), x.new_empty(x.shape[1], dtype=torch.float32)
+def _(x, upstream, with_active):
+    active = torch.empty_like(x if with_active else x[:0])
+    return torch.empty_like(x), x.new_empty(x.shape[1], dtype=torch.float32), active
 
 
 # ---- residual addition and layer norm --------------------------------------------------------
@@ -212,6 +222,24 @@ def _add_norm_kernel(
     tl.store(rstd_ptr + row, rstd)
     if QUANTIZE:
         store_quantized(normed, quantized_ptr, scales_ptr, row, place, inside)
+
+
+@triton.jit
+def _norm_kernel(
+    total_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, normed_ptr,
+    num_columns, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One row: the norm as `_add_norm_kernel` gave it, from what that kept."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
+    inside = columns < num_columns
+    place = row * num_columns + columns
+    total = tl.load(total_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    centred = total - tl.load(mean_ptr + row)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    normed = centred * tl.load(rstd_ptr + row) * weight + bias
+    tl.store(normed_ptr + place, normed.to(normed_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -281,6 +309,27 @@ def _(x, delta, delta_bias, weight, bias, quantize):
     row = x.new_empty(len(x), dtype=torch.float32)
     quantized = quantized_like(x if quantize else x[:0])
     return torch.empty_like(x), torch.empty_like(x), row, torch.empty_like(row), *quantized
+
+
+@custom_op("miniseries::norm_again", mutates_args=())
+def norm_again(
+    total: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+) -> torch.Tensor:
+    """The norm that `add_norm` gave, (N, C), from the sum and the figures that it gave with it."""
+    normed, columns = torch.empty_like(total), total.shape[1]
+    _norm_kernel[(len(total),)](
+        total, mean, rstd, weight, bias, normed, columns, **row_block(columns)
+    )
+    return normed
+
+
+@norm_again.register_fake
+def _(total, mean, rstd, weight, bias):
+    return torch.empty_like(total)
 
 
 @custom_op("miniseries::add_norm_backward", mutates_args=())

@@ -17,11 +17,10 @@ from miniseries.training.distributed import PEAK_BF16_TFLOPS
 
 GIBIBYTE = 1 << 30
 HEAD_ROWS = 16384  # rows whose logits exist at once on a GPU, see formulas.chunk_rows
-# Elements of C that a layer keeps for its backward, for each token: two residual sums and their
-# norms 4, queries keys values 3, attention 1, before and after GELU 8
-KEPT_ELEMENTS = 16
-# What recompute 0, 1 (GELU), and 2 (GELU and norms) do not keep of those
-RECOMPUTED_ELEMENTS = (0, 4, 6)
+# Elements of C that a layer keeps for its backward, for each token, by `recompute`: two residual
+# sums 2, their norms 2, queries keys values 3, attention 1, before GELU 4 and after it 4. 1 drops
+# GELU, 2 the norms as well; a test holds all of them against the kernels
+KEPT_ELEMENTS = {"bf16": (16, 12, 10), "fp8": (16, 12, 10)}
 # Elements of C a token that the backward of one layer and the ends of the model hold for a moment:
 # fitted to the measured peaks
 PASSING_ELEMENTS = 20
@@ -85,7 +84,7 @@ def memory_parts(
     size, channels = ELEMENT_BYTES[recipe["precision"]], recipe["channels"]
     elements, tokens = num_elements(recipe), micro_batch * recipe["sequence_length"]
     accumulates = grad_accum_steps(recipe, micro_batch, processes) != 1
-    kept = KEPT_ELEMENTS - RECOMPUTED_ELEMENTS[recompute]
+    kept = KEPT_ELEMENTS["fp8" if recipe["precision"] == "fp8" else "bf16"][recompute]
     logits = min(tokens, HEAD_ROWS) * PADDED_VOCAB_SIZE * size
     head = PADDED_VOCAB_SIZE * channels
     own = 4 if recipe.get("master_weights", True) else size

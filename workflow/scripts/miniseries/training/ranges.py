@@ -70,9 +70,8 @@ def activation_ranges(model: GPT, tokens: torch.Tensor) -> Ranges:
 
     def after(layer: int, part: str) -> Any:
         def hook(_module: Any, _inputs: Any, output: Any) -> None:
-            if part == "residual":
-                output = output[0] + output[1]  # the next layer adds them, see `Block`
-            note(f"h.{layer}.{part}", output)
+            stream, added, _ = output  # the next part adds them, see `Block`
+            note(f"h.{layer}.{part}", stream + added if part == "residual" else added)
 
         return hook
 
