@@ -1,5 +1,6 @@
 """The GPU's formulas against the plain ones, by Triton's interpreter where there is no GPU."""
 
+import functools
 import types
 
 import pytest
@@ -200,3 +201,20 @@ def test_a_device_without_our_kernels_gets_the_plain_formulas(monkeypatch):
     chosen = fast_formulas.choose()
     assert chosen.add_norm is fast_formulas.add_norm
     assert chosen.attention is formulas.attention  # cuDNN's front end is for Hopper
+
+
+def test_a_device_without_our_kernels_compiles_no_more_when_the_loss_scale_changes(monkeypatch):
+    from torch._dynamo.testing import CompileCounter
+
+    from miniseries.model import fast_formulas
+
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    chosen = fast_formulas.choose()
+    logits, targets = randn(5, PADDED), torch.arange(5, device=DEVICE)
+    for scale in (2.0**16, 2.0**15, 0.3):
+        loss, gradient = chosen.gradients_of_logits(logits, targets, VOCAB, scale)
+        expected = formulas.gradients_of_logits(logits, targets, VOCAB, scale)
+        assert torch.equal(loss, expected[0]) and torch.equal(gradient, expected[1])
+    assert counter.frame_count == 1

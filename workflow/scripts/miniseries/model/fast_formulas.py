@@ -1,5 +1,6 @@
 """The formulas of `formulas.py` for NVIDIA GPUs: kernels with their gradients, and the choice."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -116,12 +117,26 @@ def norm_mlp(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return _NormMlp.apply(*inputs)
 
 
+def _compiled_gradients_of_logits() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The plain formula compiled; fp16's scale, which changes, is a tensor to it, no constant."""
+    compiled = torch.compile(formulas.gradients_of_logits, dynamic=False)
+
+    def gradients_of_logits(
+        logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scale_of_step = torch.full((), scale, device=logits.device, dtype=torch.float32)
+        return compiled(logits, targets, vocab_size, scale_of_step)
+
+    return gradients_of_logits
+
+
 def choose() -> Formulas:
     """The fastest implementations that this GPU and its software have."""
     compiled_losses = torch.compile(formulas.losses_of_logits, dynamic=False)
     if torch.cuda.get_device_capability() < (8, 0):  # our kernels are tried on Hopper alone
-        compiled_gradients = torch.compile(formulas.gradients_of_logits, dynamic=False)
-        return Formulas(losses_of_logits=compiled_losses, gradients_of_logits=compiled_gradients)
+        return Formulas(
+            losses_of_logits=compiled_losses, gradients_of_logits=_compiled_gradients_of_logits()
+        )
     chosen: dict[str, Any] = {}
     if torch.cuda.get_device_capability() >= (9, 0):
         name = "PyTorch's; pip install -c constraints.txt '.[gpu]' makes it faster"

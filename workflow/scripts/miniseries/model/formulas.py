@@ -122,7 +122,7 @@ def losses_of_logits(logits: torch.Tensor, targets: torch.Tensor, vocab_size: in
 
 
 def gradients_of_logits(
-    logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, scale: float
+    logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, scale: float | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed loss, and the gradient of `scale * loss` by the logits: softmax minus one-hot.
 
