@@ -187,6 +187,26 @@ def test_a_save_that_cannot_end_in_time_is_given_up_and_not_torn(manifest, tmp_p
     assert_none_is_left(tmp_path)
 
 
+@pytest.mark.slow
+def test_a_stop_while_an_older_step_is_saved_keeps_that_one_when_there_is_no_time_for_both(
+    manifest, tmp_path
+):
+    settings = make_settings(tmp_path / "in.json", max_steps=500, checkpoint_every_steps=100)
+    # a save syncs six times in a row: 18 of the 21 seconds that there are
+    process = start(settings, manifest, tmp_path, "slow save", FAULT_SECONDS=3)
+    wait_until(lambda: "syncing" in said(tmp_path), process)
+    wait_until(lambda: steps_done(tmp_path) > 101, process)
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert process.wait(timeout=60) == STOPPED
+    assert time.monotonic() - began < LEAVES_WITHIN
+    assert "saving took too long and was ended; step 100 is kept" in said(tmp_path)
+    assert saved_steps(tmp_path) == [100]
+    process = start(settings, manifest, tmp_path)
+    wait_until(lambda: "resuming at step 100" in said(tmp_path), process)
+    process.kill()
+
+
 def batches(file):
     """Hashes of the rows of each global batch in their order; of a repeated step the last time."""
     steps = {}

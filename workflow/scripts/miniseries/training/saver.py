@@ -26,7 +26,9 @@ PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU's context, CUDA's
 class HostCopy:
     """Room in host memory for one copy of this rank's tensors, pinned where there is a GPU.
 
-    It is one block, not a tensor each: PyTorch rounds pinned memory up to powers of two.
+    It is one block, not a tensor each: PyTorch rounds pinned memory up to powers of two. But each
+    copy has a storage of its own, which ends where it does: PyTorch's writer clones all others, and
+    holds the clones until it is done, which would be a second block.
 
     Args:
         tensors: sharded or plain, by name; `take` copies whatever they hold then.
@@ -43,11 +45,12 @@ class HostCopy:
         block = torch.empty(sum(rounded.values()), dtype=torch.uint8)
         if self.on_gpu:
             torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), PORTABLE)
+        room = block.numpy()
         self.places: dict[str, torch.Tensor] = {}  # where each local tensor goes
         self.copies: dict[str, torch.Tensor] = {}  # the same, as checkpoints are written from
         start = 0
         for name, tensor in tensors.items():
-            place = block[start : start + sizes[name]].view(tensor.dtype)
+            place = torch.from_numpy(room[start : start + sizes[name]]).view(tensor.dtype)
             self.places[name] = place.view(_local(tensor).shape)
             self.copies[name] = _like(tensor, self.places[name], mesh)
             start += rounded[name]
