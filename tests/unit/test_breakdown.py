@@ -12,6 +12,7 @@ from miniseries.speed.breakdown import (
     COLLECTIVES,
     Kernel,
     break_down,
+    exposed_share,
     kind_of,
     named_layers,
     visible_time,
@@ -131,6 +132,13 @@ def test_kinds_and_phases_with_the_idle_time_are_the_step(trace):
         total = sum(row["ms"] for row in table.values()) + found["idle_ms"]
         assert total == pytest.approx(found["step_ms"])
         assert sum(row["share"] for row in table.values()) == pytest.approx(0.63)
+
+
+def test_communication_is_exposed_where_nothing_else_is_at_work(trace, tmp_path):
+    # half of the reduction's 100 microseconds lie behind a product, half behind nothing
+    assert exposed_share(break_down(trace)) == pytest.approx(0.05)
+    alone = [span("user_annotation", "step 1", 0, 1000), launch(1, 5), gpu("nvjet", 1, 10, 900)]
+    assert exposed_share(break_down(write_trace(tmp_path / "alone.json.gz", alone))) == 0.0
 
 
 def test_the_top_kernels_are_written_as_csv(trace, tmp_path):

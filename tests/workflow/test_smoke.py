@@ -44,7 +44,8 @@ SCRIPTS = {
     "measured": "bench_run collect_bench write_profile write_ladder write_plan write_comparison",
     "by hand": "bench_data",
     # against a stand-in for the hub's client in test_export.py; as a command in test_pretrained.py
-    "elsewhere": "push_model import_llmc compare_samples sample replay_step",
+    # and test_reference_run.py
+    "elsewhere": "push_model import_llmc compare_samples sample replay_step run_reference",
 }
 
 

@@ -307,6 +307,15 @@ def break_down(trace: Path) -> dict[str, Any]:
     }
 
 
+def exposed_share(found: dict[str, Any]) -> float:
+    """Share of a step in which collectives alone are at work: the communication that costs time.
+
+    Args:
+        found: by `break_down`.
+    """
+    return found["kinds"].get(COLLECTIVES, {"share": 0.0})["share"]
+
+
 def write_top_kernels(path: Path, kernels: list[dict[str, Any]]) -> None:
     """The kernels that take longest, as CSV: ms, share and count are those of one step."""
     text = io.StringIO()

@@ -1,0 +1,148 @@
+"""Legs of a reference run: one command each, one after the other, until the time is over.
+
+A leg that fails, or for which no time is left, says so in its record; the others run nevertheless.
+"""
+
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from miniseries.metrics import read_json, write_json
+from miniseries.speed.commands import Finished, TermAfter, run_command
+from miniseries.training.launcher import newest_checkpoint
+
+DONE, FAILED, NOT_RUN = "done", "failed", "not run"
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One command and what is made of it."""
+
+    targets: list[str]  # of `snakemake`
+    folder: Path | None = None  # of the run that it trains
+    old: Path | None = None  # what an earlier call left of it, deleted before it begins
+    stop_after: int | None = None  # steps before TERM is sent; None lets it come to its end
+    configfile: tuple[Path, ...] = ()  # besides the common ones
+    needs: tuple[str, ...] = ()  # legs that must be done
+    impossible: str | None = None  # why this machine cannot do it
+    is_last: bool = False  # nobody needs the run's checkpoints afterwards: room on the disk
+    figures: Callable[[], Record] = field(default=dict)  # for the leg's record
+
+
+@dataclass(frozen=True)
+class Course:
+    """Where and under what circumstances legs are run."""
+
+    root: Path  # of the project
+    output: Path  # gets `legs/<leg>.json`, what the commands said, and the runs' logs
+    configfile: list[Path]
+    deadline: float  # by `time.monotonic()`
+    circumstances: Record  # legs of two calls with the same ones belong together
+
+    def run(self, legs: dict[str, Leg]) -> dict[str, Record]:
+        """Run all legs in their order; those that an earlier call has done are kept.
+
+        Returns:
+            name -> record: state, `reason` unless it is done, seconds, leftovers and words of
+            NCCL's watchdog (see `commands.Finished`), and the leg's own figures.
+        """
+        records: dict[str, Record] = {}
+        for name, leg in legs.items():
+            file = self.output / "legs" / f"{name}.json"
+            record = self._kept(file, leg)
+            if record is None:
+                record = self._run_leg(name, leg, records)
+                write_json(file, record | {"circumstances": self.circumstances})
+            records[name] = record
+            reason = f": {record['reason']}" if record["reason"] else ""
+            print(f"{name}: {record['state']}{reason}, {record['seconds']:.1f} s", flush=True)
+        return records
+
+    def _kept(self, file: Path, leg: Leg) -> Record | None:
+        """The record of a leg that an earlier call under the same circumstances has done."""
+        if not file.exists():
+            return None
+        record = read_json(file)
+        is_there = leg.folder is None or (leg.folder / "metrics.jsonl").exists()
+        is_same = record.pop("circumstances") == self.circumstances
+        return record if is_same and is_there and record["state"] == DONE else None
+
+    def _run_leg(self, name: str, leg: Leg, before: dict[str, Record]) -> Record:
+        record: Record = {"state": NOT_RUN, "reason": self._obstacle(leg, before), "seconds": 0.0}
+        record |= {"leftovers": [], "watchdog": []}
+        if record["reason"] is None:
+            record |= self._command(name, leg)
+            record = _figures(leg, record) | record
+        if leg.is_last and (record["state"] == DONE or leg.impossible):
+            shutil.rmtree(leg.folder / "checkpoints", ignore_errors=True)
+        return record
+
+    def _obstacle(self, leg: Leg, before: dict[str, Record]) -> str | None:
+        """Why a leg cannot be run; None if it can."""
+        failed = [need for need in leg.needs if before[need]["state"] != DONE]
+        if leg.impossible:
+            return leg.impossible
+        if failed:
+            return f"needs {failed[0]}, which is {before[failed[0]]['state']}"
+        return "out of time" if time.monotonic() > self.deadline else None
+
+    def _command(self, name: str, leg: Leg) -> Record:
+        """Run a leg's command; the run's log is copied beside what the command said."""
+        if leg.old:
+            _delete(leg.old)
+        command = [sys.executable, "-m", "snakemake", *leg.targets, "--configfile"]
+        command += [str(path.resolve()) for path in [*self.configfile, *leg.configfile]]
+        log = self.output / f"{name}.txt"
+        first = newest_checkpoint(leg.folder) if leg.folder else 0
+        term = None
+        if leg.stop_after is not None:
+            term = TermAfter(leg.folder, first + leg.stop_after - 1)
+        look = term.look if term else lambda: None
+        finished = run_command(command, self.root, log, self.deadline, look)
+        if leg.folder and (leg.folder / "metrics.jsonl").exists():
+            copy = self.output / f"{leg.folder.name}.metrics.jsonl"
+            shutil.copy(leg.folder / "metrics.jsonl", copy)
+        fault = _fault(leg, finished, first, term)
+        record = finished.record() | {"state": FAILED if fault else DONE}
+        if term and not fault:
+            record["stopped_at"] = newest_checkpoint(leg.folder)
+        return record | {"reason": f"{fault}; see {log.name}" if fault else None}
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _fault(leg: Leg, finished: Finished, first: int, term: TermAfter | None) -> str | None:
+    """What went wrong with a leg's command; None if nothing did.
+
+    Args:
+        first: step from which it went on.
+    """
+    if finished.is_late:
+        return "out of time before its end"
+    if term is None:
+        return f"exit code {finished.code}" if finished.code else None
+    if not term.sent:
+        return f"ended with exit code {finished.code} before it was stopped"
+    if newest_checkpoint(leg.folder) < first + leg.stop_after:
+        return "stopped, but the last step was not saved"
+    return None
+
+
+def _figures(leg: Leg, record: Record) -> Record:
+    """The leg's own figures, also of a leg that failed half-way; without any the leg has failed."""
+    try:
+        return leg.figures()
+    except (ValueError, KeyError, OSError) as error:
+        record["reason"] = record["reason"] or f"no figures: {error}"
+        record["state"] = FAILED
+        return {}
