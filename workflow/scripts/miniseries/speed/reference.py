@@ -37,8 +37,8 @@ from miniseries.speed.verdicts import (
     speed_figures,
     verdicts,
 )
+from miniseries.training.introduction import source_commit
 from miniseries.training.launcher import local_processes
-from miniseries.training.trainer import source_commit
 
 ROOT = Path(__file__).resolve().parents[4]
 PREFIX = "reference-"  # of the runs' names
