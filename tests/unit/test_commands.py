@@ -85,7 +85,7 @@ def test_term_is_sent_once_after_the_step_to_the_process_in_the_lock(tmp_path, m
     term.look()
     assert not killed, "first a part of the step's time goes by"
     deadline = time.monotonic() + 10
-    while not term.sent and time.monotonic() < deadline:
+    while term.sent_at is None and time.monotonic() < deadline:
         term.look()
     term.look()
     assert killed == [(123, signal.SIGTERM)]

@@ -38,9 +38,9 @@ def commands(monkeypatch):
 
 @pytest.fixture
 def course(tmp_path):
-    def make(seconds=60.0, **circumstances):
-        deadline = time.monotonic() + seconds
-        return Course(tmp_path, tmp_path / "out", [tmp_path / "a.yaml"], deadline, circumstances)
+    def make(seconds=60.0, asked=None, **circumstances):
+        overlays, deadline = [tmp_path / "a.yaml"], time.monotonic() + seconds
+        return Course(tmp_path, tmp_path / "out", overlays, deadline, circumstances, asked)
 
     return make
 
@@ -113,6 +113,21 @@ def test_a_second_call_does_what_is_missing_and_under_other_circumstances_all(co
     assert commands.calls == ["a", "b", "b", "a", "b"]
 
 
+def test_legs_that_are_not_asked_for_wait_for_a_call_that_asks(commands, course):
+    both = {"one": Leg(["a"]), "two": Leg(["b"], needs=("one",))}
+    records = course(asked=["one"]).run(both)
+    assert (records["two"]["state"], records["two"]["reason"]) == ("not run", "not asked for")
+    assert course(asked=["two"]).run(both)["two"]["state"] == "done"
+    assert commands.calls == ["a", "b"]
+
+
+def test_nccl_s_watchdog_is_looked_for_in_a_leg_s_own_log_too(commands, course, tmp_path):
+    commands.effects["a"] = lambda: (tmp_path / "row.log").write_text("fine\nNCCL watchdog\n")
+    record = course().run({"one": Leg(["a"], log=tmp_path / "row.log")})["one"]
+    assert record["watchdog"] == ["NCCL watchdog"]
+    assert (tmp_path / "out/one.log").exists()
+
+
 def test_a_leg_is_done_again_when_its_run_is_gone(commands, course, tmp_path):
     run = tmp_path / "run"
     commands.effects["a"] = lambda: train(run, 0, 3)
@@ -166,6 +181,7 @@ def test_a_stopped_leg_is_done_when_its_last_step_is_saved(commands, course, kil
     )
     assert [record["state"] for record in records.values()] == ["done", "done"]
     assert [record["stopped_at"] for record in records.values()] == [3, 5]
+    assert all(0 <= record["seconds_to_stop"] < 60 for record in records.values())
     assert len(kills) == 2
     assert not (run / "checkpoints").exists(), "room for the next run"
 

@@ -35,6 +35,7 @@ def make(tmp_path, monkeypatch):
             "gpus": None,
             "micro_batch": None,
             "budget_seconds": 540,
+            "legs": None,
             "configfile": [],
             "output": tmp_path / "output",
         }
@@ -103,6 +104,8 @@ def test_options_that_cannot_be_are_refused(make):
         make(large="1.5b")
     with pytest.raises(ValueError, match=f"at least {LEAST_LARGE_STEPS} are needed"):
         make(large_steps=LEAST_LARGE_STEPS - 1)
+    with pytest.raises(ValueError, match="no leg fp16; there are data, large"):
+        make(legs=["large", "fp16"])
     with pytest.raises(ValueError, match="--gpus is 0"):
         make(gpus=0)
     with pytest.raises(ValueError, match=r"reference-1558m.*micro_batch: -1 is not allowed"):
@@ -111,7 +114,10 @@ def test_options_that_cannot_be_are_refused(make):
 
 def test_the_circumstances_of_two_calls_are_equal_but_for_their_budget(make, tmp_path):
     first = make().circumstances()
-    assert make(budget_seconds=10, output=tmp_path / "elsewhere").circumstances() == first
+    assert (
+        make(budget_seconds=10, legs=["data"], output=tmp_path / "elsewhere").circumstances()
+        == first
+    )
     assert make(large_steps=61).circumstances() != first
     assert make(visible=4).circumstances() != first
 

@@ -4,8 +4,10 @@ import copy
 
 import pytest
 
-from miniseries.metrics import append_record
+from miniseries.metrics import append_record, write_json
+from miniseries.speed.comparison import read_devices, readme_table
 from miniseries.speed.verdicts import (
+    bench_row,
     compare_steps,
     one_gpu_speed,
     result_text,
@@ -58,6 +60,23 @@ def test_without_a_price_there_are_no_dollars_and_without_steps_no_speed(tmp_pat
     for step in range(3):
         train(run, step)
     assert speed_figures(run, RECIPE, 1, None)["dollars"] is None
+
+
+def test_a_speed_becomes_a_line_of_the_readme_s_table(tmp_path):
+    run = tmp_path / "run"
+    versions = {"python": "3.12.3", "torch": "2.11.0", "commit": "abc1234", "host": "here"}
+    sizes = {"tokens_per_step": 1_048_576, "micro_batch": 32, "grad_accum_steps": 4}
+    log(run, "start", step=0, world_size=8, versions=versions, **sizes)
+    for step, milliseconds in enumerate([9000.0, 9000.0, 2000.0, 2500.0, 2500.0]):
+        train(run, step, milliseconds=milliseconds)
+    log(run, "memory", step=0, peak_mib=98_304.0, reserved_mib=None, adamw_m_mib=742.8)
+    row = bench_row(speed_figures(run, RECIPE, 8, None), "1558m", "bf16", 1024)
+    write_json(tmp_path / "GPU.json", {"device": "NVIDIA H200", "rows": [row]})
+    table = readme_table(read_devices([tmp_path / "GPU.json"]), [])
+    cells = [cell.strip() for cell in table.splitlines()[2].strip("|").split("|")]
+    assert cells[:5] == ["`1558m`", "8 x H200", "bf16", "32", "1,048,576"]
+    assert cells[5:8] == ["400", "50.0 %", "96.0 GiB"]
+    assert cells[-1] == "abc1234"
 
 
 def test_the_fastest_row_of_one_gpu_of_the_kind_and_precision_counts():

@@ -39,12 +39,19 @@ def run_reference(project, *options):
     return result.returncode, result.stdout + result.stderr
 
 
+def read_legs(project):
+    legs = read_json(project.path("reference/reference.json"))["legs"]
+    return {name: leg["state"] for name, leg in legs.items()}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_leg_runs_on_two_processes_and_a_second_call_does_the_missing_ones(project):
-    code, text = run_reference(project, "--budget-seconds", "20")
-    result = read_json(project.path("reference/reference.json"))
-    assert result["legs"]["export"]["state"] == "not run", text
+    code, text = run_reference(project, "--legs", "data", "large")
+    assert code == 0, text
+    states = read_legs(project)
+    assert states.pop("data") == states.pop("large") == "done"
+    assert set(states.values()) == {"not run"}
     code, text = run_reference(project, "--budget-seconds", "1500")
     assert code == 0, text
     result = read_json(project.path("reference/reference.json"))
@@ -60,6 +67,12 @@ def test_every_leg_runs_on_two_processes_and_a_second_call_does_the_missing_ones
     verdicts = {verdict["aim"]: verdict["verdict"] for verdict in result["verdicts"]}
     assert {aim: verdicts[aim] for aim in MET} == dict.fromkeys(MET, "met")
     assert verdicts["tiny: speed against one GPU"] == "not run"
+    rows = read_json(project.path("reference/cpu.json"))["rows"]
+    assert [(row["work"], row["precision"], row["processes"]) for row in rows] == [
+        ("tiny", "fp32", 2),
+        ("tiny", "bf16", 2),
+        ("small", "fp32", 2),
+    ]
     assert project.path("export/reference-tiny/model.safetensors").exists()
     assert {"reference.md", "reference-tiny.png", "reference-tiny.metrics.jsonl", "large.txt"} <= {
         path.name for path in project.path("reference").iterdir()

@@ -26,6 +26,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--budget-seconds", type=float, default=540, help="no leg begins or goes on after this"
     )
+    parser.add_argument("--legs", nargs="*", help="those to run now; all if not given")
     parser.add_argument(
         "--configfile", type=Path, nargs="*", default=[], help="laid over config/config.yaml"
     )

@@ -53,11 +53,11 @@ class TermAfter:
     def __init__(self, folder: Path, step: int) -> None:
         self.folder, self.step = folder, step
         self.due: float | None = None
-        self.sent = False
+        self.sent_at: float | None = None  # by `time.monotonic()`, like `due`
 
     def look(self) -> None:
         """Called again and again while the command runs."""
-        if self.sent:
+        if self.sent_at is not None:
             return
         if self.due is None:
             done = read_metrics(self.folder / "metrics.jsonl").get("train", [])
@@ -66,7 +66,7 @@ class TermAfter:
         elif time.monotonic() >= self.due:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int((self.folder / "lock").read_text()), signal.SIGTERM)
-            self.sent = True
+            self.sent_at = time.monotonic()
 
 
 def run_command(
@@ -109,9 +109,14 @@ def run_command(
             if process.poll() is None:
                 _press_ctrl_c(process)
             leftovers = _end_leftovers(mark)
+    seconds = time.monotonic() - begun
+    return Finished(process.wait(), seconds, is_late, leftovers, watchdog_lines(log))
+
+
+def watchdog_lines(log: Path) -> list[str]:
+    """Lines in which NCCL's watchdog speaks."""
     lines = log.read_text(errors="replace").splitlines()
-    spoken = [line for line in lines if WATCHDOG.search(line)]
-    return Finished(process.wait(), time.monotonic() - begun, is_late, leftovers, spoken)
+    return [line for line in lines if WATCHDOG.search(line)]
 
 
 def _press_ctrl_c(process: subprocess.Popen) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from miniseries.metrics import read_json, write_json
-from miniseries.speed.commands import Finished, TermAfter, run_command
+from miniseries.speed.commands import Finished, TermAfter, run_command, watchdog_lines
 from miniseries.training.launcher import newest_checkpoint
 
 DONE, FAILED, NOT_RUN = "done", "failed", "not run"
@@ -26,6 +26,7 @@ class Leg:
     targets: list[str]  # of `snakemake`
     folder: Path | None = None  # of the run that it trains
     old: Path | None = None  # what an earlier call left of it, deleted before it begins
+    log: Path | None = None  # what its command says elsewhere than on the terminal
     stop_after: int | None = None  # steps before TERM is sent; None lets it come to its end
     configfile: tuple[Path, ...] = ()  # besides the common ones
     needs: tuple[str, ...] = ()  # legs that must be done
@@ -43,6 +44,7 @@ class Course:
     configfile: list[Path]
     deadline: float  # by `time.monotonic()`
     circumstances: Record  # legs of two calls with the same ones belong together
+    asked: list[str] | None = None  # the legs to run; None is all
 
     def run(self, legs: dict[str, Leg]) -> dict[str, Record]:
         """Run all legs in their order; those that an earlier call has done are kept.
@@ -73,8 +75,8 @@ class Course:
         return record if is_same and is_there and record["state"] == DONE else None
 
     def _run_leg(self, name: str, leg: Leg, before: dict[str, Record]) -> Record:
-        record: Record = {"state": NOT_RUN, "reason": self._obstacle(leg, before), "seconds": 0.0}
-        record |= {"leftovers": [], "watchdog": []}
+        record: Record = {"state": NOT_RUN, "reason": self._obstacle(name, leg, before)}
+        record |= {"seconds": 0.0, "leftovers": [], "watchdog": []}
         if record["reason"] is None:
             record |= self._command(name, leg)
             record = _figures(leg, record) | record
@@ -82,11 +84,13 @@ class Course:
             shutil.rmtree(leg.folder / "checkpoints", ignore_errors=True)
         return record
 
-    def _obstacle(self, leg: Leg, before: dict[str, Record]) -> str | None:
+    def _obstacle(self, name: str, leg: Leg, before: dict[str, Record]) -> str | None:
         """Why a leg cannot be run; None if it can."""
         failed = [need for need in leg.needs if before[need]["state"] != DONE]
         if leg.impossible:
             return leg.impossible
+        if self.asked is not None and name not in self.asked:
+            return "not asked for"
         if failed:
             return f"needs {failed[0]}, which is {before[failed[0]]['state']}"
         return "out of time" if time.monotonic() > self.deadline else None
@@ -104,14 +108,23 @@ class Course:
             term = TermAfter(leg.folder, first + leg.stop_after - 1)
         look = term.look if term else lambda: None
         finished = run_command(command, self.root, log, self.deadline, look)
+        fault = _fault(leg, finished, first, term)
+        record = finished.record() | {"state": FAILED if fault else DONE}
+        record["watchdog"] = finished.watchdog + self._copy_logs(name, leg)
+        if term and not fault:
+            record["stopped_at"] = newest_checkpoint(leg.folder)
+            record["seconds_to_stop"] = time.monotonic() - term.sent_at
+        return record | {"reason": f"{fault}; see {log.name}" if fault else None}
+
+    def _copy_logs(self, name: str, leg: Leg) -> list[str]:
+        """Copy what else there is of a leg; returns what NCCL's watchdog says in it."""
         if leg.folder and (leg.folder / "metrics.jsonl").exists():
             copy = self.output / f"{leg.folder.name}.metrics.jsonl"
             shutil.copy(leg.folder / "metrics.jsonl", copy)
-        fault = _fault(leg, finished, first, term)
-        record = finished.record() | {"state": FAILED if fault else DONE}
-        if term and not fault:
-            record["stopped_at"] = newest_checkpoint(leg.folder)
-        return record | {"reason": f"{fault}; see {log.name}" if fault else None}
+        if leg.log and leg.log.exists():
+            shutil.copy(leg.log, self.output / f"{name}.log")
+            return watchdog_lines(leg.log)
+        return []
 
 
 def _delete(path: Path) -> None:
@@ -131,7 +144,7 @@ def _fault(leg: Leg, finished: Finished, first: int, term: TermAfter | None) -> 
         return "out of time before its end"
     if term is None:
         return f"exit code {finished.code}" if finished.code else None
-    if not term.sent:
+    if term.sent_at is None:
         return f"ended with exit code {finished.code} before it was stopped"
     if newest_checkpoint(leg.folder) < first + leg.stop_after:
         return "stopped, but the last step was not saved"

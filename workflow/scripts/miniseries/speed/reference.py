@@ -26,9 +26,11 @@ from miniseries.speed.comparison import read_devices
 from miniseries.speed.legs import FAILED, Course, Leg
 from miniseries.speed.rows import resolve_rows
 from miniseries.speed.rungs import missing_for_precision
+from miniseries.speed.tables import device_file
 from miniseries.speed.verdicts import (
     NODE_GPUS,
     Record,
+    bench_row,
     compare_steps,
     max_loss_difference,
     one_gpu_speed,
@@ -47,7 +49,7 @@ STOP_AFTER, RESUMED_STEPS, HALVED_STEPS = (2, 5), 2, 5
 # The stopped run must not come to its end: a signal may take a step or two to be heard
 LEAST_LARGE_STEPS = STOP_AFTER[1] + RESUMED_STEPS + HALVED_STEPS + 4
 PROFILED_AFTER_STEPS = 3
-NO_DIFFERENCE = ("budget_seconds", "output")  # options of no account for what a leg finds
+NO_DIFFERENCE = ("budget_seconds", "legs", "output")  # options of no account for what a leg finds
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Options:
     gpus: int | None  # None: all visible
     micro_batch: int | None  # of the large run; None: its own
     budget_seconds: float
+    legs: list[str] | None  # None: all
     configfile: list[Path]  # laid over config/config.yaml before ours
     output: Path
 
@@ -95,6 +98,9 @@ class Reference:
         self.half_overlay = options.output / "half.yaml"
         self._write_configuration()
         self.legs = self._legs()
+        unknown = [name for name in options.legs or [] if name not in self.legs]
+        if unknown:
+            raise ValueError(f"no leg {', '.join(unknown)}; there are {', '.join(self.legs)}")
 
     def _real_recipes(self) -> dict[str, Record]:
         names = (self.options.large, self.options.small)
@@ -141,8 +147,7 @@ class Reference:
         whole = merge(self.config, ours)
         validate_config(whole, self.schema)
         resolve_runs(whole, self.schema)
-        (row_name,) = resolve_rows(whole, self.schema)[0]
-        self.row_file = f"results/bench/rows/{row_name}.json"
+        (self.row,) = resolve_rows(whole, self.schema)[0]
 
     def _legs(self) -> dict[str, Leg]:
         """All legs in their order, what matters most first."""
@@ -178,7 +183,12 @@ class Reference:
                 figures=lambda: {"compared": self._compared()[-1:]},
             ),
             "small": self._whole_run(small),
-            "profile": Leg([self.row_file], old=self.root / self.row_file, figures=self._profile),
+            "profile": Leg(
+                [f"results/bench/rows/{self.row}.json"],
+                old=self.root / f"results/bench/rows/{self.row}.json",
+                log=self.root / f"results/logs/measure_row/{self.row}.log",
+                figures=self._profile,
+            ),
             options.second_precision: Leg(
                 [f"train_{second}"],
                 self.folder(second),
@@ -216,7 +226,7 @@ class Reference:
         return self._speed(self.second) | found
 
     def _profile(self) -> Record:
-        row = read_json(self.root / self.row_file)
+        row = read_json(self.root / f"results/bench/rows/{self.row}.json")
         breakdown = row.get("breakdown")
         if breakdown is None:
             raise ValueError(row["not_measured"] or "the row has no profile")
@@ -241,6 +251,7 @@ class Reference:
             configfile=[*self.options.configfile, self.overlay],
             deadline=self.begun + self.options.budget_seconds,
             circumstances=self.circumstances(),
+            asked=self.options.legs,
         )
         return self._result(course.run(self.legs))
 
@@ -268,6 +279,21 @@ class Reference:
             "legs": legs,
         }
         return result | {"verdicts": [verdict.record() for verdict in verdicts(result)]}
+
+    def rows(self, result: Record) -> list[Record]:
+        """The speeds as rows of `benchmarks/<device>.json`, for the README's table."""
+        options = self.options
+        timed = {
+            "large": (options.large, result["large_precision"]),
+            options.second_precision: (options.large, options.second_precision),
+            "small": (options.small, result["small_precision"]),
+        }
+        legs = result["legs"]
+        return [
+            bench_row(legs[name], run, precision, self.real[run]["sequence_length"])
+            for name, (run, precision) in timed.items()
+            if legs[name].get("tokens_per_second") and "memory_mib" in legs[name]
+        ]
 
 
 def merge(base: Record, changes: Record) -> Record:
@@ -300,6 +326,8 @@ def run_reference(**arguments: Any) -> None:
     for figure in (reference.root / "results/plots").glob(f"{PREFIX}*.png"):
         shutil.copy(figure, options.output)
     write_json(options.output / "reference.json", result)
+    rows = {"device": result["device"], "rows": reference.rows(result)}
+    write_json(device_file(options.output, result["device"]), rows)
     write_text(options.output / "reference.md", result_text(result))
     print(result_text(result))
     if any(leg["state"] == FAILED for leg in result["legs"].values()):

@@ -54,7 +54,7 @@ def speed_figures(folder: Path, recipe: Record, gpus: int, price: float | None) 
         found["hours"] = tokens / found["tokens_per_second"] / 3600
         found["dollars"] = None if price is None else price * gpus * found["hours"]
     for start in records.get("start", [])[-1:]:
-        keys = ("tokens_per_step", "micro_batch", "grad_accum_steps", "world_size")
+        keys = ("tokens_per_step", "micro_batch", "grad_accum_steps", "world_size", "versions")
         found |= {key: start[key] for key in keys}
     for memory in records.get("memory", [])[-1:]:
         found["memory_mib"] = {
@@ -67,13 +67,16 @@ def speed_figures(folder: Path, recipe: Record, gpus: int, price: float | None) 
 
 def _of_steps(timed: list[Record]) -> Record:
     milliseconds = [record["step_time_ms"] for record in timed]
+    speeds = [record["tokens_per_second"] for record in timed]
     middle = statistics.median(milliseconds)
     mfu = [r["mfu_percent"] for r in timed if r["mfu_percent"] is not None]
     return {
-        "tokens_per_second": statistics.median(r["tokens_per_second"] for r in timed),
+        "tokens_per_second": statistics.median(speeds),
         "step_ms": middle,
         "p99_by_median": float(np.percentile(milliseconds, 99)) / middle,
         "mfu_percent": statistics.median(mfu) if mfu else None,
+        "tokens_per_second_p10": float(np.percentile(speeds, 10)),
+        "tokens_per_second_p90": float(np.percentile(speeds, 90)),
         "num_timed": len(timed),
     }
 
@@ -88,6 +91,34 @@ def one_gpu_speed(rows: Sequence[Record], work: str, device: str, precision: str
         and (row["precision"], row["processes"]) == (precision, 1)
     ]
     return max(speeds, default=None)
+
+
+def bench_row(leg: Record, work: str, precision: str, sequence_length: int) -> Record:
+    """A leg's speed as a row of `benchmarks/<device>.json`, as `snakemake bench` writes them."""
+    memory, speed = leg["memory_mib"], leg["tokens_per_second"]
+    spread = {"p10": leg["tokens_per_second_p10"], "p90": leg["tokens_per_second_p90"]}
+    versions = leg["versions"]
+    return {
+        "work": work,
+        "measure": "step",
+        "precision": precision,
+        "micro_batch": leg["micro_batch"],
+        "recompute": 0,
+        "tokens_per_step": leg["tokens_per_step"],
+        "sequence_length": sequence_length,
+        "processes": leg["world_size"],
+        "commit": versions["commit"],
+        "versions": {key: versions[key] for key in ("python", "torch")},
+        "tokens_per_second": {"median": speed} | spread,
+        "step_ms": leg["step_ms"],
+        "mfu_percent": leg["mfu_percent"],
+        "p99_by_median": leg["p99_by_median"],
+        "peak_gib": memory["peak"] * MEBIBYTE / GIBIBYTE,
+        "reserved_gib": None if memory["reserved"] is None else memory["reserved"] / 1024,
+        "seconds_to_first_step": {"cold": None, "warm": None},
+        "repetitions": leg["num_timed"],
+        "not_measured": None,
+    }
 
 
 # ---- equality -------------------------------------------------------------------------------
@@ -296,9 +327,13 @@ def notes(result: Record) -> Iterator[str]:
             f"right, by {large['world_size']} processes together."
         )
     legs = result["legs"].items()
-    stops = [(name, leg["stopped_at"]) for name, leg in legs if "stopped_at" in leg]
+    stops = [
+        f"{name} at step {leg['stopped_at']} ({leg['seconds_to_stop']:.1f} s until all was over)"
+        for name, leg in legs
+        if "stopped_at" in leg
+    ]
     if stops:
-        yield f"Stopped by TERM: {', '.join(f'{name} at step {step}' for name, step in stops)}."
+        yield f"Stopped by TERM: {', '.join(stops)}."
     if second.get("largest_loss_difference") is not None:
         yield (
             f"{result['second_precision']}: losses within {second['largest_loss_difference']:.4f} "
