@@ -42,6 +42,16 @@ def test_no_metrics_file_is_no_records(tmp_path):
     assert read_metrics(tmp_path / "none.jsonl") == {}
 
 
+def test_what_happened_at_the_same_step_again_counts_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for skipped in (5, 3):
+        append_record(path, "rollback", step=4, batches_skipped=skipped)
+        append_record(path, "val", step=4, val_loss_nats=skipped)
+    found = read_metrics(path)
+    assert [r["batches_skipped"] for r in found["rollback"]] == [5, 3]
+    assert [r["val_loss_nats"] for r in found["val"]] == [3]
+
+
 def test_damaged_json_names_the_file_and_the_remedy(tmp_path):
     path = tmp_path / "damaged.json"
     path.write_text(json.dumps({"a": 1})[:-1])

@@ -1,5 +1,6 @@
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,11 +10,12 @@ import docutils.core
 import jinja2
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 
+from miniseries.reporting.canvas import RED, Style
+from miniseries.reporting.layers import layer_values
 from miniseries.reporting.plots import (
-    RED,
-    Style,
     draw_run,
     draw_series,
     draw_speed,
@@ -215,6 +217,67 @@ def test_skipped_updates_are_marked():
     assert "updates skipped: 1" in legend_of(draw_speed(run, STYLE).axes[2])
 
 
+@pytest.mark.parametrize(
+    ("norms", "wanted"), [((0.56, 1.1), "0.6"), ((0.2, 30.0), "0.5"), ((0.01, 5e4), "100")]
+)
+def test_the_norm_s_ticks_are_plain_numbers(norms, wanted):
+    records = [train_record(step, grad_norm=norm) for step, norm in enumerate(norms)]
+    figure = draw_speed(run_of(*records), STYLE)
+    FigureCanvasAgg(figure).draw()
+    low, high = figure.axes[2].get_ylim()
+    axis = figure.axes[2].yaxis
+    seen = [t.get_text() for t in axis.get_ticklabels() if low <= t.get_position()[1] <= high]
+    seen += [t.get_text() for t in axis.get_minorticklabels() if t.get_text()]
+    assert wanted in seen and 2 <= len(seen) <= 10
+    assert all(re.fullmatch(r"[\d.]+", text) for text in seen)
+
+
+def ranges_record(step, layers=2, scale=1.0):
+    """Matrices of 3, 1, 4, and 4 times C x C, with mean squares of 3, 9, 1, and 1."""
+    kinds = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+    rms = dict(zip(kinds, [3**0.5, 3.0, 1.0, 1.0], strict=True))
+    weights = {
+        "rms": {kind: [scale * value] * layers for kind, value in rms.items()},
+        "absmax": {kind: [scale * 5.0] * layers for kind in kinds},
+    }
+    weights["absmax"] |= {"attn.c_attn.bias": [0.0] * (layers - 1) + [60.0], "ln_f.weight": [99.0]}
+    weights["rms"]["wte.weight"] = [0.5]
+    residual = {key: {"residual": [scale] * layers, "mlp": [7.0] * layers} for key in weights}
+    return {"kind": "ranges", "step": step, "weights": weights, "activations": residual}
+
+
+def test_the_ranges_of_a_layer_are_those_of_its_matrices_together():
+    record = ranges_record(0)
+    mean_square = (3 * 3 + 1 * 9 + 4 * 1 + 4 * 1) / 12
+    assert layer_values(record, "weights", "rms") == pytest.approx([mean_square**0.5] * 2)
+    assert layer_values(record, "weights", "absmax").tolist() == [5.0, 60.0], "the bias counts"
+    assert layer_values(record, "activations", "rms").tolist() == [1.0, 1.0]
+    assert len(layer_values({"step": 0}, "weights", "absmax")) == 0
+
+
+def test_ranges_have_a_line_for_each_layer_and_without_them_there_are_no_panels():
+    steps = [train_record(step) for step in range(9)]
+    assert len(draw_speed(run_of(*steps), STYLE).axes) == 4
+    ranges = [ranges_record(step, layers=5, scale=1.0 + step) for step in (0, 3, 6)]
+    panels = draw_speed(run_of(*steps, *ranges), STYLE).axes
+    assert len(panels) == 9, "four more, and the bar that says which colour is which layer"
+    assert [len(axes.lines) for axes in panels[4:8]] == [5, 6, 5, 5]
+    last_layer = panels[6].lines[-1]
+    assert last_layer.get_xdata().tolist() == [0, 3, 6]
+    assert last_layer.get_ydata().tolist() == [1, 4, 7]
+    assert "token table" in legend_of(panels[5])
+
+
+def test_a_divergence_is_marked_and_what_was_done_about_it_is_said():
+    events = [{"kind": "divergence", "step": step} for step in (7, 7)]
+    back = [{"kind": "rollback", "step": 4, "back_to": 4, "batches_skipped": n} for n in (5, 6)]
+    left, _ = draw_run(run_of(train_record(0), *events, *back), STYLE).axes
+    expected = "diverged 2 times, the last time at step 7; back to step 4, 11 batches left out"
+    assert expected in legend_of(left)
+    left, _ = draw_run(run_of(train_record(0), events[0]), STYLE).axes
+    assert "diverged at step 7" in legend_of(left) and "back to" not in legend_of(left)
+
+
 def test_a_run_in_progress_says_so_in_its_title():
     done = {"kind": "done", "step": 10}
     assert (
@@ -257,6 +320,12 @@ ODD_LOGS = {
     "null values": [dict.fromkeys(train_record(0)) | {"kind": "train", "step": 0}],
     "keys missing": [{"kind": kind, "step": 1} for kind in ("train", "val", "hellaswag", "done")],
     "impossible accuracy": [score_record(1, 1.5), score_record(2, -1.0, num_items=0)],
+    "ranges of nothing": [
+        {"kind": "ranges", "step": 0},
+        {"kind": "ranges", "step": 1, "weights": {"rms": None}, "activations": None},
+    ],
+    "ranges not finite": [train_record(0), ranges_record(0, scale=INF), ranges_record(1, 2, NAN)],
+    "a divergence alone": [train_record(0), {"kind": "divergence", "step": 1}],
     "start alone": [{"kind": "start", "step": 0, "num_parameters": 7, "tokens_per_step": 8}],
 }
 

@@ -105,6 +105,16 @@ def test_what_is_not_known_is_an_empty_cell(tmp_path):
     assert (absent["status"], absent["train_loss_nats"]) == ("not started", "")
 
 
+def test_restarts_skips_and_divergences_are_counted(tmp_path):
+    events = [{"kind": "restart", "step": 1}, {"kind": "divergence", "step": 1}]
+    back = [{"kind": "rollback", "step": 0, "back_to": 0, "batches_skipped": n} for n in (4, 3)]
+    skipped = [{**train(step), "skipped": step > 0} for step in range(3)]
+    make_run(tmp_path, "a", [*skipped, *events, events[1], *back])
+    row = table_of(tmp_path).loc[0]
+    keys = ("num_restarts", "num_updates_skipped", "num_divergences", "num_batches_skipped")
+    assert [row[key] for key in keys] == ["1", "2", "2", "7"]
+
+
 def test_counts_stay_whole_numbers_beside_empty_cells(tmp_path):
     make_run(tmp_path, "a", [train(1), val(2, 3.0)])
     make_run(tmp_path, "b", [])

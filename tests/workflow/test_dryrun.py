@@ -342,7 +342,7 @@ def test_scripts_understand_what_the_rules_tell_them(project, script_calls):
     for script, options in script_calls:
         source = (project.root / "workflow/scripts" / script).read_text()
         if "add_style_arguments" in source:
-            source += (project.root / "workflow/scripts/miniseries/reporting/plots.py").read_text()
+            source += (project.root / "workflow/scripts/miniseries/reporting/canvas.py").read_text()
         missing = {option for option in options if f'"{option}"' not in source}
         assert not missing, f"{script} has no {missing}"
 

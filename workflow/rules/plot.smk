@@ -10,7 +10,7 @@ OUTPUTS:
 
 
 rule plot_run:
-    """Draw loss, HellaSwag, speed, and gradients of one run, as far as it has come."""
+    """Draw loss, HellaSwag, speed, gradients, and ranges of one run, as far as it has come."""
     input:
         metrics="results/train/{run}/metrics.jsonl",
     output:
@@ -25,7 +25,7 @@ rule plot_run:
             "results/plots/{run}.speed.png",
             caption="../report/speed.rst",
             category="Training",
-            labels={"run": "{run}", "figure": "speed and gradients"},
+            labels={"run": "{run}", "figure": "speed, gradients, and ranges"},
         ),
         speed_svg="results/plots/{run}.speed.svg",
     log:

@@ -9,7 +9,8 @@ import argparse
 from pathlib import Path
 
 from miniseries.metrics import run_main
-from miniseries.reporting.plots import add_style_arguments, plot_run
+from miniseries.reporting.canvas import add_style_arguments
+from miniseries.reporting.plots import plot_run
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from miniseries.metrics import run_main
-from miniseries.reporting.plots import add_style_arguments
+from miniseries.reporting.canvas import add_style_arguments
 from miniseries.speed.tables import write_ladder
 
 if __name__ == "__main__":

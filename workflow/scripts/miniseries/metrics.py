@@ -87,26 +87,32 @@ def append_record(path: Path, kind: str, **values: Any) -> None:
         file.write(line.encode())
 
 
+EVENTS = ("divergence", "rollback", "restart")  # what may happen at the same step again
+
+
 def read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:
     """Read `metrics.jsonl` of one run, also while it is being written.
 
-    After a resume steps repeat; the last record of a (kind, step) wins. Lines that are not
-    whole JSON objects (the torn end of a killed run) are left out. A missing file is empty.
+    After a resume steps repeat; the last record of a (kind, step) wins, but of `EVENTS` all are
+    kept. Lines that are not whole JSON objects (the torn end of a killed run) are left out. A
+    missing file is empty.
 
     Returns:
         kind -> records in the order of their steps.
     """
-    latest: dict[str, dict[int, dict[str, Any]]] = {}
+    latest: dict[str, dict[Any, dict[str, Any]]] = {}
     if not path.exists():
         return {}
     with path.open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file):
             try:
                 record = json.loads(line)
-                latest.setdefault(record["kind"], {})[int(record["step"])] = record
+                kind, step = record["kind"], int(record["step"])
+                key = (step, number) if kind in EVENTS else (step, 0)
+                latest.setdefault(kind, {})[key] = record
             except (ValueError, KeyError, TypeError):
                 continue
-    return {kind: [steps[step] for step in sorted(steps)] for kind, steps in latest.items()}
+    return {kind: [found[key] for key in sorted(found)] for kind, found in latest.items()}
 
 
 def run_main(function: Callable[..., Any], **arguments: Any) -> None:

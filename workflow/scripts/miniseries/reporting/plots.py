@@ -1,32 +1,45 @@
-"""Figures of runs, drawn from whatever their logs hold.
+"""Figures of runs, drawn from whatever their logs hold."""
 
-Figures are built as objects on the Agg canvas (no display, no global state); the same log gives
-the same bytes whenever it is drawn.
-"""
-
-import argparse
-import io
-import math
-import textwrap
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
-from matplotlib.transforms import ScaledTranslation
+from matplotlib.ticker import FuncFormatter
 
+from miniseries.reporting.canvas import (
+    BLACK,
+    BLUE,
+    COLOURS,
+    GREEN,
+    GREY,
+    PALE,
+    PURPLE,
+    RED,
+    Style,
+    counts,
+    draw_curve,
+    draw_line,
+    draw_values,
+    log_axis,
+    mark_steps,
+    new_figure,
+    nothing,
+    placeholder,
+    put_legend,
+    step_axis,
+    token_axis_above,
+    write_figure,
+)
+from miniseries.reporting.layers import NUM_ROWS, draw_layers
 from miniseries.reporting.runlog import (
     CHANCE,
     LONG_STEPS,
     Baseline,
     Run,
     accuracy_stderr,
+    divergence_label,
     headline,
     last,
     line_label,
@@ -37,134 +50,11 @@ from miniseries.reporting.runlog import (
     score_baseline,
     score_limits,
     score_title,
-    short,
     sweep_labels,
-    thin_out,
     train_label,
 )
 
-# Okabe and Ito's palette, told apart by colour-blind readers too; yellow left out (pale on white)
-BLUE, RED, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
-BLACK, GREY, PALE = "#000000", "#7F7F7F", "#AAAAAA"
-COLOURS = [BLUE, "#E69F00", GREEN, PURPLE, "#56B4E9", RED, BLACK]
 CLIP_NORM = 1.0  # gradients are scaled down to this norm
-
-
-@dataclass(frozen=True)
-class Style:
-    """How figures look: `plots:` of the config."""
-
-    dpi: int = 150
-    width_inches: float = 12.0
-    smoothing: float = 0.95  # weight of the past in the mean of the training loss, 0 to below 1
-
-
-def add_style_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command-line arguments that the scripts of all figures share."""
-    parser.add_argument("--dpi", type=int, default=Style.dpi, help="dots per inch of a PNG")
-    parser.add_argument("--width-inches", type=float, default=Style.width_inches, help="inches")
-    parser.add_argument("--smoothing", type=float, default=Style.smoothing, help="0 to below 1")
-
-
-def write_figure(figure: Figure, paths: list[Path], dpi: int) -> None:
-    """Write a figure as PNG or SVG, by the ends of the paths' names; whole files or nothing."""
-    FigureCanvasAgg(figure)  # needs no display
-    for path in paths:
-        buffer = io.BytesIO()
-        # a fixed salt and no date: drawing again gives the same bytes
-        with matplotlib.rc_context({"svg.hashsalt": "miniseries"}):
-            if path.suffix == ".svg":
-                figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-            else:
-                figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.tmp")
-        part.write_bytes(buffer.getvalue())
-        part.replace(path)
-
-
-def new_figure(style: Style, title: str, rows: int) -> tuple[Figure, np.ndarray]:
-    """An empty figure of `rows` by 2 panels, about half as high as it is wide."""
-    width = style.width_inches
-    figure = Figure(figsize=(width, max(0.52 * width, 5.0)), layout="constrained")
-    figure.get_layout_engine().set(wspace=0.04, hspace=0.06)
-    figure.suptitle(title, fontsize=12)
-    panels = figure.subplots(rows, 2, squeeze=False).flatten()
-    for axes in panels:
-        axes.grid(color="#E5E5E5", linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure, panels
-
-
-def placeholder(text: str, style: Style) -> Figure:
-    """A small figure that only says why there is nothing to see; said on the console too."""
-    print(text)
-    figure = Figure(figsize=(style.width_inches, 1.5))
-    figure.text(0.5, 0.5, text, ha="center", va="center", fontsize=12, color=GREY)
-    return figure
-
-
-def nothing(axes: Axes, text: str) -> None:
-    """Say in an empty panel why it is empty."""
-    axes.text(0.5, 0.5, text, color=GREY, ha="center", va="center", transform=axes.transAxes)
-    axes.set_yticks([])
-
-
-def put_legend(axes: Axes, style: Style) -> None:
-    """The legend under the panel, where it can never hide a curve; long lines are wrapped."""
-    handles, labels = axes.get_legend_handles_labels()
-    columns = 1 if len(labels) <= 7 else 2
-    wrapped = [textwrap.fill(label, int(6.5 * style.width_inches / columns)) for label in labels]
-    below = ScaledTranslation(0, -0.55, axes.figure.dpi_scale_trans)  # inches, past the labels
-    look = {"loc": "upper left", "fontsize": 8, "frameon": False, "ncols": columns}
-    legend = axes.legend(handles, wrapped, **look)
-    legend.set_bbox_to_anchor((0, 0), transform=axes.transAxes + below)
-
-
-def counts(axis: Axis) -> None:
-    """Label an axis with short counts: 25k, 1.2B."""
-    axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
-
-
-def step_axis(axes: Axes, run: Run) -> None:
-    """Whole steps up to the newest."""
-    end = max(run.num_steps, 1)
-    axes.set(xlabel="step", xlim=(-0.02 * end, 1.02 * end))
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 2.5, 5, 10]))
-    counts(axes.xaxis)
-
-
-def token_axis_above(axes: Axes, run: Run) -> None:
-    """Tokens at the steps below, where the log or the settings tell how many a step has."""
-    if size := run.tokens_per_step:
-        top = axes.secondary_xaxis("top", functions=(lambda s: s * size, lambda t: t / size))
-        counts(top.xaxis)
-        top.set_xlabel("training tokens", fontsize=9)
-        top.tick_params(labelsize=8)
-
-
-def draw_line(axes: Axes, value: float, label: str, colour: str, dashes: str) -> None:
-    """A horizontal line; out of the axis' range only a mark at its edge and words say so."""
-    low, high = axes.get_ylim()
-    if low <= value <= high:
-        axes.axhline(value, color=colour, linestyle=dashes, linewidth=1.3, label=label)
-        return
-    mark, height, word = ("v", 0.0, "below") if value < low else ("^", 1.0, "above")
-    look = {"marker": mark, "color": colour, "label": f"{label} ({word} this range)"}
-    axes.scatter([0.96], [height], transform=axes.transAxes, clip_on=False, **look)
-
-
-def draw_values(axes: Axes, x: np.ndarray, y: np.ndarray, **look: Any) -> None:
-    """A value per step as a line, thinned out; a single one as a dot."""
-    axes.plot(*thin_out(x, y), marker="." if len(x) == 1 else "", **look)
-
-
-def draw_curve(axes: Axes, x: np.ndarray, y: np.ndarray, label: str, i: int) -> None:
-    """Measured points, colour and mark number i; the more points, the smaller the marks."""
-    look = {"color": COLOURS[i % len(COLOURS)], "marker": "os^Dv"[i // len(COLOURS) % 5]}
-    size = min(4.0, 24 / math.sqrt(len(x)))
-    axes.plot(x, y, linewidth=1.1, markersize=size, label=label, **look)
 
 
 def draw_loss(axes: Axes, run: Run, style: Style) -> None:
@@ -186,6 +76,8 @@ def draw_loss(axes: Axes, run: Run, style: Style) -> None:
     axes.set_ylim(*loss_limits([(steps, smoothed), validated], lines, run.num_steps))
     for line, colour, dashes in zip(lines, (RED, PURPLE), ("--", ":"), strict=False):
         draw_line(axes, line.value, line_label(run, line, "val"), colour, dashes)
+    if diverged := [record["step"] for record in run.metrics.get("divergence", [])]:
+        mark_steps(axes, diverged, divergence_label(run))
 
 
 def draw_score(axes: Axes, run: Run) -> None:
@@ -239,21 +131,21 @@ def draw_norm(axes: Axes, run: Run) -> None:
     steps, norms = run.column("train", "grad_norm")
     if not (norms > 0).any():
         return nothing(axes, "not logged yet")
-    axes.set_yscale("log", nonpositive="mask")
     draw_values(axes, steps, norms, color=BLUE, linewidth=0.8)
     axes.axhline(CLIP_NORM, color=BLACK, linestyle="--", label=f"clipped above {CLIP_NORM:g}")
-    axes.yaxis.set_major_formatter(LogFormatter())
-    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+    log_axis(axes)
     skipped = [r["step"] for r in run.metrics["train"] if r.get("skipped")]
     if skipped:
-        place = {"transform": axes.get_xaxis_transform(), "clip_on": False}
-        look = {"marker": "x", "color": RED, "label": f"updates skipped: {len(skipped):,}"}
-        axes.scatter(skipped, [0.0] * len(skipped), **look, **place)
+        mark_steps(axes, skipped, f"updates skipped: {len(skipped):,}")
 
 
 def draw_speed(run: Run, style: Style) -> Figure:
-    """Four panels over the steps: tokens per second, MFU, gradient norm, learning rate."""
-    figure, panels = new_figure(style, headline(run), rows=2)
+    """Over the steps: tokens per second, MFU, gradient norm, learning rate.
+
+    Below them, where the log has any, the ranges of each layer's weights and residual stream.
+    """
+    with_layers = bool(run.metrics.get("ranges"))
+    figure, panels = new_figure(style, headline(run), rows=2 + NUM_ROWS * with_layers)
     draw_median(panels[0], run, "tokens_per_second", "{:,.0f} tokens/s")
     draw_median(panels[1], run, "mfu_percent", "{:.1f} %")
     draw_norm(panels[2], run)
@@ -261,11 +153,14 @@ def draw_speed(run: Run, style: Style) -> Figure:
     draw_values(panels[3], steps, rates, color=BLUE)
     panels[3].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
     titles = ("tokens per second", "model FLOPs utilisation, %", "gradient norm", "learning rate")
-    for axes, title in zip(panels, titles, strict=True):
+    if with_layers:
+        draw_layers(figure, panels[4:], run)
+    for axes, title in zip(panels[:4], titles, strict=True):
         axes.set_title(title)
+    for axes in panels:
         step_axis(axes, run)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8, loc="upper right")
+            axes.legend(fontsize=8, loc="best")
     return figure
 
 

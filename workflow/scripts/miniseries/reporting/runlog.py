@@ -89,6 +89,11 @@ class Run:
         return total / 3.6e6
 
     @property
+    def batches_skipped(self) -> int:
+        """Global batches that are never read again, because they led to a divergence."""
+        return sum(r.get("batches_skipped", 0) for r in self.metrics.get("rollback", []))
+
+    @property
     def num_steps(self) -> int:
         """Updates done so far, as far as the log tells."""
         train = [record["step"] + 1 for record in self.metrics.get("train", [])]
@@ -317,6 +322,17 @@ def train_label(run: Run) -> str:
     num_bad = sum(not is_finite(record.get("train_loss_nats")) for record in records)
     bad = f"; {num_bad:,} steps without a finite loss left out" if num_bad else ""
     return f"training (pale: each step){bad}"
+
+
+def divergence_label(run: Run) -> str:
+    """How often a run diverged, and what was done about it the last time."""
+    count = len(run.metrics["divergence"])
+    text = "diverged" if count == 1 else f"diverged {count} times, the last time"
+    text += f" at step {run.metrics['divergence'][-1]['step']:,}"
+    newest = (run.metrics.get("rollback") or [{}])[-1]
+    if "back_to" not in newest:
+        return text
+    return f"{text}; back to step {newest['back_to']:,}, {run.batches_skipped:,} batches left out"
 
 
 def headline(run: Run) -> str:

@@ -65,6 +65,10 @@ def progress_columns(run: Run, model: str, smoothing: float) -> dict[str, Any]:
         "train_hours": times.sum() / 3.6e6 if len(times) else None,
         "device": run.start.get("gpu_name") or run.start.get("device"),
         "device_hours": run.device_hours or None,
+        "num_restarts": len(run.metrics.get("restart", [])),
+        "num_updates_skipped": sum(bool(r.get("skipped")) for r in run.metrics.get("train", [])),
+        "num_divergences": len(run.metrics.get("divergence", [])),
+        "num_batches_skipped": run.batches_skipped,  # by going back after them
         "commit": (run.start.get("versions") or {}).get("commit"),
     }
 

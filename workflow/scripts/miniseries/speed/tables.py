@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from miniseries.markdown import markdown_table, number
 from miniseries.metrics import read_json, write_json, write_text
-from miniseries.reporting.plots import BLUE, GREEN, GREY, Style, write_figure
+from miniseries.reporting.canvas import BLUE, GREEN, GREY, Style, write_figure
 from miniseries.speed.rows import LADDER
 
 Row = dict[str, Any]
