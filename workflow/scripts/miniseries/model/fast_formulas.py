@@ -79,9 +79,7 @@ def added_and_normed(
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """The five tensors from which `kernels.norm_again` makes the norm, sum first; and the norm."""
     rows = x.contiguous().flatten(0, -2), delta.contiguous().flatten(0, -2)
-    total, normed, mean, rstd, _, _ = kernels.add_norm(
-        *rows, delta_bias, norm_weight, norm_bias, False
-    )
+    total, normed, mean, rstd = kernels.add_norm(*rows, delta_bias, norm_weight, norm_bias)
     return (total, mean, rstd, norm_weight, norm_bias), normed
 
 

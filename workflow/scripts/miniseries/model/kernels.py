@@ -11,12 +11,7 @@ import triton.language as tl
 from torch.library import custom_op
 
 from miniseries.model.formulas import LAYER_NORM_EPSILON
-from miniseries.model.quantization import (
-    num_programs,
-    quantized_like,
-    row_block,
-    store_quantized,
-)
+from miniseries.model.quantization import num_programs, row_block, store_quantized
 
 # Block sizes and warps: the fastest of those tried on an H200 for the shapes of 124M and 1558M
 CLASSIFIER_COLUMNS, CLASSIFIER_WARPS = 2048, 4
@@ -96,14 +91,15 @@ def gradients_of_logits(
 
 
 @triton.jit
-def _gelu_gate(x):
+def gelu_gate(x):
     """GELU's tanh form is x times this: (1 + tanh u) / 2 = 1 / (1 + e^-2u)."""
     return 1.0 / (1.0 + tl.exp((x + x * x * x * CUBIC) * -TWO_SQRT_2_OVER_PI))
 
 
 @triton.jit
-def _gelu_gradient(x, upstream):
-    gate = _gelu_gate(x)
+def gelu_gradient(x, upstream):
+    """Gradient by GELU's input."""
+    gate = gelu_gate(x)
     slope = (1.0 + x * x * 3.0 * CUBIC) * TWO_SQRT_2_OVER_PI
     return upstream * gate * (1.0 + x * (1.0 - gate) * slope)
 
@@ -115,7 +111,7 @@ def _gelu_kernel(x_ptr, out_ptr, num_columns, COLUMNS: tl.constexpr):
     inside = columns < num_columns
     place = tl.program_id(0).to(tl.int64) * num_columns + columns
     x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + place, (x * _gelu_gate(x)).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + place, (x * gelu_gate(x)).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -137,10 +133,10 @@ def _gelu_backward_kernel(
         inside = (rows < num_rows)[:, None] & in_columns[None, :]
         x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
         upstream = tl.load(upstream_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        gradient = _gelu_gradient(x, upstream)
+        gradient = gelu_gradient(x, upstream)
         tl.store(gradient_ptr + place, gradient.to(gradient_ptr.dtype.element_ty), mask=inside)
         if WITH_ACTIVE:
-            active = x * _gelu_gate(x)
+            active = x * gelu_gate(x)
             tl.store(active_ptr + place, active.to(active_ptr.dtype.element_ty), mask=inside)
         sums += gradient
     sums_place = tl.program_id(1) * num_columns + columns
@@ -195,12 +191,14 @@ def _(x, upstream, with_active):
 
 
 @triton.jit
-def _add_norm_kernel(
+def add_norm_kernel(
     x_ptr, delta_ptr, delta_bias_ptr, weight_ptr, bias_ptr,
-    sum_ptr, normed_ptr, quantized_ptr, scales_ptr, mean_ptr, rstd_ptr,
+    sum_ptr, normed_ptr, scales_ptr, norms_ptr, mean_ptr, rstd_ptr,
     num_columns, EPSILON: tl.constexpr, QUANTIZE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One row: x + delta + its bias, mean and reciprocal standard deviation, and the norm."""
+    """One row: x + delta + its bias, mean and reciprocal standard deviation, and the norm, as fp8
+    if so wanted.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     inside = columns < num_columns
@@ -217,11 +215,12 @@ def _add_norm_kernel(
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     normed = centred * rstd * weight + bias
-    tl.store(normed_ptr + place, normed.to(normed_ptr.dtype.element_ty), mask=inside)
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
     if QUANTIZE:
-        store_quantized(normed, quantized_ptr, scales_ptr, row, place, inside)
+        store_quantized(normed, normed_ptr, scales_ptr, norms_ptr, row, place, inside)
+    else:
+        tl.store(normed_ptr + place, normed.to(normed_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -229,7 +228,7 @@ def _norm_kernel(
     total_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, normed_ptr,
     num_columns, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One row: the norm as `_add_norm_kernel` gave it, from what that kept."""
+    """One row: the norm as `add_norm_kernel` gave it, from what that kept."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     inside = columns < num_columns
@@ -285,30 +284,26 @@ def add_norm(
     delta_bias: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor,
-    quantize: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """x + delta + delta_bias, (N, C), and its layer norm.
 
     Returns:
-        Sum and norm, (N, C); mean and reciprocal deviation of the rows, (N,) float32; the norm as
-        fp8 and its (N, 1) scales as `quantize_rows` gives them, or two empty tensors.
+        Sum and norm, (N, C); mean and reciprocal deviation of the rows, (N,) float32.
     """
     total, normed = torch.empty_like(x), torch.empty_like(x)
     mean = x.new_empty(len(x), dtype=torch.float32)
     rstd = torch.empty_like(mean)
-    quantized, scales = quantized_like(x if quantize else x[:0])
-    _add_norm_kernel[(len(x),)](
-        x, delta, delta_bias, weight, bias, total, normed, quantized, scales, mean, rstd,
-        x.shape[1], LAYER_NORM_EPSILON, quantize, **row_block(x.shape[1]),
+    add_norm_kernel[(len(x),)](
+        x, delta, delta_bias, weight, bias, total, normed, normed, normed, mean, rstd,
+        x.shape[1], LAYER_NORM_EPSILON, False, **row_block(x.shape[1]),
     )  # fmt: skip
-    return total, normed, mean, rstd, quantized, scales
+    return total, normed, mean, rstd
 
 
 @add_norm.register_fake
-def _(x, delta, delta_bias, weight, bias, quantize):
+def _(x, delta, delta_bias, weight, bias):
     row = x.new_empty(len(x), dtype=torch.float32)
-    quantized = quantized_like(x if quantize else x[:0])
-    return torch.empty_like(x), torch.empty_like(x), row, torch.empty_like(row), *quantized
+    return torch.empty_like(x), torch.empty_like(x), row, torch.empty_like(row)
 
 
 @custom_op("miniseries::norm_again", mutates_args=())

@@ -1,6 +1,7 @@
-"""Matrices as fp8 on NVIDIA GPUs, each row with a scale of its own.
+"""Matrices as fp8 on NVIDIA GPUs, float8_e4m3fn: values, and scales that give the numbers back.
 
-The launch helpers for kernels that hold a whole row stand here, too, since the kernels of
+All scales are powers of two, so that values keep their bits when they change from one scale to
+another. The launch helpers for kernels that hold a whole row stand here, too, since the kernels of
 `kernels.py` quantise on the way.
 """
 
@@ -10,8 +11,11 @@ import triton.language as tl
 from torch.library import custom_op
 
 COLUMNS_PER_WARP = 1024  # of kernels that hold a whole row
-FP8_LARGEST = tl.constexpr(448.0)  # of float8_e4m3fn
-SMALLEST_SCALE = tl.constexpr(1e-30)  # a row of zeros has no largest value
+# Rows and columns of a tile that is stored transposed, and warps; not yet tuned
+TILE_ROWS, TILE_COLUMNS, TILE_WARPS = 128, 64, 8
+FP8_LARGEST = 448.0  # of float8_e4m3fn
+SMALLEST_SCALE = 1e-30  # a row of zeros has no largest value
+_LARGEST, _SMALLEST = tl.constexpr(FP8_LARGEST), tl.constexpr(SMALLEST_SCALE)
 
 
 def row_block(columns: int) -> dict[str, int]:
@@ -26,21 +30,31 @@ def num_programs(rows: torch.Tensor, per_processor: int) -> int:
     return min(len(rows), per_processor * processors)
 
 
+def scales_of(largest: torch.Tensor) -> torch.Tensor:
+    """Scales of vectors whose numbers are no larger than these; float32, powers of two."""
+    scales = (largest / FP8_LARGEST).clamp(min=SMALLEST_SCALE)
+    # adding to the bits of a positive number carries into its exponent, unless it is a power of two
+    return ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+
+
 @triton.jit
-def store_quantized(values, quantized_ptr, scales_ptr, row, place, inside):
-    """One row as fp8 and the factor that gives it back: its largest value becomes 448.
+def store_quantized(values, quantized_ptr, scales_ptr, norms_ptr, row, place, inside):
+    """One row as fp8 with its own scale, see `scales_of`, and its Euclidean norm.
 
     Outside of the row `values` must be 0.
     """
-    scale = tl.maximum(tl.max(tl.abs(values)) / FP8_LARGEST, SMALLEST_SCALE)
+    scale = tl.maximum(tl.max(tl.abs(values)) / _LARGEST, _SMALLEST)
+    bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    scale = bits.to(tl.float32, bitcast=True)
     quantized = (values * (1.0 / scale)).to(quantized_ptr.dtype.element_ty)
     tl.store(quantized_ptr + place, quantized, mask=inside)
     tl.store(scales_ptr + row, scale)
+    tl.store(norms_ptr + row, tl.sqrt(tl.sum(values * values)))
 
 
 @triton.jit
 def _quantize_rows_kernel(
-    x_ptr, quantized_ptr, scales_ptr, num_columns, COLUMNS: tl.constexpr
+    x_ptr, quantized_ptr, scales_ptr, norms_ptr, num_columns, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """One row as fp8."""
     row = tl.program_id(0).to(tl.int64)
@@ -48,23 +62,87 @@ def _quantize_rows_kernel(
     inside = columns < num_columns
     place = row * num_columns + columns
     x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    store_quantized(x, quantized_ptr, scales_ptr, row, place, inside)
+    store_quantized(x, quantized_ptr, scales_ptr, norms_ptr, row, place, inside)
 
 
-def quantized_like(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for rows as fp8 and for their scales, (N, 1) float32."""
+@triton.jit
+def store_transposed(
+    values, out_ptr, scale, rows, columns, num_rows, inside
+):  # fmt: skip
+    """A tile of fp8 with one scale in the place that it has in the transposed matrix."""
+    place = columns.to(tl.int64)[:, None] * num_rows + rows[None, :]
+    quantized = (values * (1.0 / scale)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place, tl.trans(quantized), mask=tl.trans(inside))
+
+
+@triton.jit
+def _transpose_quantized_kernel(
+    x_ptr, scales_ptr, scale_ptr, out_ptr, num_rows, num_columns,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One tile, from a scale a row to one for all."""
+    rows = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    place = rows[:, None] * num_columns + columns[None, :]
+    x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    scales = tl.load(scales_ptr + rows, mask=rows < num_rows, other=0.0)
+    store_transposed(
+        x * scales[:, None], out_ptr, tl.load(scale_ptr), rows, columns, num_rows, inside
+    )
+
+
+def tiles(rows: int, columns: int) -> tuple[int, int]:
+    """Grid of a kernel that goes over a matrix in tiles; neighbours share rows."""
+    return triton.cdiv(columns, TILE_COLUMNS), triton.cdiv(rows, TILE_ROWS)
+
+
+def quantized_like(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Room for what `quantize_rows` gives."""
     scales = x.new_empty(x.shape[0], 1, dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), scales
+    return torch.empty_like(x, dtype=torch.float8_e4m3fn), scales, torch.empty_like(scales)
+
+
+def transposed_like(x: torch.Tensor) -> torch.Tensor:
+    """Room for an (N, F) matrix as fp8, transposed."""
+    return x.new_empty(x.shape[1], x.shape[0], dtype=torch.float8_e4m3fn)
 
 
 @custom_op("miniseries::quantize_rows", mutates_args=())
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(N, F), contiguous, as fp8, and (N, 1) float32 scales: a row is values times scale."""
-    quantized, scales = quantized_like(x)
-    _quantize_rows_kernel[(len(x),)](x, quantized, scales, x.shape[1], **row_block(x.shape[1]))
-    return quantized, scales
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(N, F), contiguous, as fp8: a row is values times scale.
+
+    Returns:
+        Values (N, F); scales and the rows' Euclidean norms, (N, 1) float32.
+    """
+    quantized, scales, norms = quantized_like(x)
+    _quantize_rows_kernel[(len(x),)](
+        x, quantized, scales, norms, x.shape[1], **row_block(x.shape[1])
+    )
+    return quantized, scales, norms
 
 
 @quantize_rows.register_fake
-def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _(x):
     return quantized_like(x)
+
+
+@custom_op("miniseries::transpose_quantized", mutates_args=())
+def transpose_quantized(x: torch.Tensor, scales: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Transposed fp8, (F, N), with one scale in place of one a row.
+
+    Args:
+        x: (N, F) fp8, contiguous.
+        scales: (N, 1) float32, powers of two.
+        scale: () float32, the largest of them.
+    """
+    out = transposed_like(x)
+    _transpose_quantized_kernel[tiles(*x.shape)](
+        x, scales, scale, out, *x.shape, TILE_ROWS, TILE_COLUMNS, num_warps=TILE_WARPS
+    )
+    return out
+
+
+@transpose_quantized.register_fake
+def _(x, scales, scale):
+    return transposed_like(x)

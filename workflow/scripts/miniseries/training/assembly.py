@@ -31,7 +31,11 @@ def attention_kernels(
 def make_model(
     config: GPTConfig, recipe: dict[str, Any], machine: dict[str, Any], device: torch.device
 ) -> tuple[GPT, bool]:
-    """A model on no device yet, with the formulas for this one; and whether it is compiled."""
+    """A model on no device yet, with the formulas for this one; and whether it is compiled.
+
+    Raises:
+        ValueError: this device, or this length of sequences, is none for the precision.
+    """
     with torch.device("meta"):
         model = GPT(config)
     if not recipe.get("master_weights", True):
@@ -40,6 +44,11 @@ def make_model(
     compiled = device.type == "cuda" if machine["compile"] == "auto" else machine["compile"]
     if recipe["precision"] == "fp8" and not (compiled and device.type == "cuda"):
         raise ValueError("precision fp8 needs a GPU and machine.compile; set it to bf16")
+    if recipe["precision"] == "fp8" and config.sequence_length % 16:
+        raise ValueError(
+            f"precision fp8 needs a sequence_length that is a multiple of 16, and this one is "
+            f"{config.sequence_length}; change it, or set precision to bf16"
+        )
     if compiled:
         model.compile(device, recipe["precision"])
     if machine["deterministic"]:
