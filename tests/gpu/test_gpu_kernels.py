@@ -81,7 +81,8 @@ def test_rows_are_rounded_to_fp8_as_pytorch_does():
     assert torch.equal(quantized.float(), (x.float() / scales).to(torch.float8_e4m3fn).float())
     assert distance(quantized.float() * scales, x.double()) < 4e-2
     assert distance(norms, x.double().norm(dim=1, keepdim=True)) < 1e-5
-    transposed = transpose_quantized(quantized, scales, scales.amax())
+    transposed, sums = transpose_quantized(quantized, scales, scales.amax(), True)
+    assert distance(sums, (quantized.double() * scales).sum(dim=0)) < 1e-5
     expected = (quantized.float() * (scales / scales.amax())).to(torch.float8_e4m3fn)
     assert torch.equal(transposed.float(), expected.float().t())
 

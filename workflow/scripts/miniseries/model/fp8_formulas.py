@@ -38,10 +38,11 @@ class Quantized(NamedTuple):
         """A matrix, (N, F)."""
         return cls(*quantize_rows(x))
 
-    def transposed(self) -> "Transposed":
-        """The same numbers for a gradient by a weight."""
+    def transposed(self, with_sums: bool = False) -> tuple["Transposed", torch.Tensor]:
+        """The same numbers for a gradient by a weight; and for that by a bias their sum, (F,)."""
         scale = self.scales.amax()
-        return Transposed(transpose_quantized(self.values, self.scales, scale), scale)
+        values, sums = transpose_quantized(self.values, self.scales, scale, with_sums)
+        return Transposed(values, scale), sums
 
 
 class Transposed(NamedTuple):
@@ -108,12 +109,12 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, residual, upstream):
         norm, (weight,) = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
-        rows = upstream.contiguous().flatten(0, -2)
-        gradient = Quantized.of(rows)
-        for_weight = _weight_gradient(gradient.transposed(), _transposed_norm(norm))
+        gradient = Quantized.of(upstream.contiguous().flatten(0, -2))
+        transposed, for_bias = gradient.transposed(with_sums=True)
+        for_weight = _weight_gradient(transposed, _transposed_norm(norm))
         for_normed = _product(gradient, Quantized.of(weight.t().contiguous()))
         for_norm = fast_formulas.add_norm_gradients(norm, residual, for_normed)
-        return *for_norm, for_weight, rows.sum(dim=0)
+        return *for_norm, for_weight, for_bias.to(weight.dtype)
 
 
 class _NormMlp(torch.autograd.Function):
@@ -141,7 +142,7 @@ class _NormMlp(torch.autograd.Function):
         gradient, transposed, active, for_bias = fp8_kernels.gelu_backward_quantized(
             hidden, _product(rows, quantized_weight), scales, scale, active_scale
         )
-        for_proj_weight = _weight_gradient(rows.transposed(), Transposed(active, active_scale))
+        for_proj_weight = _weight_gradient(rows.transposed()[0], Transposed(active, active_scale))
         for_weight = _weight_gradient(Transposed(transposed, scale), _transposed_norm(norm))
         gradient = Quantized(gradient, scales, scales)
         for_normed = _product(gradient, Quantized.of(weight.t().contiguous()))

@@ -17,7 +17,7 @@ from miniseries.model.quantization import num_programs, row_block, store_quantiz
 CLASSIFIER_COLUMNS, CLASSIFIER_WARPS = 2048, 4
 CLASSIFIER_PROGRAMS_PER_PROCESSOR = 8
 GELU_ROWS, GELU_COLUMNS, GELU_ROWS_PER_PROGRAM, GELU_WARPS = 8, 128, 256, 4
-NORM_PROGRAMS_PER_PROCESSOR = 8
+NORM_PROGRAMS_PER_PROCESSOR, NORM_STAGES = 8, 1
 TWO_SQRT_2_OVER_PI = tl.constexpr(2 * 0.7978845608028654)
 CUBIC = tl.constexpr(0.044715)  # GELU's tanh form, Hendrycks and Gimpel 2016
 
@@ -244,7 +244,8 @@ def _norm_kernel(
 @triton.jit
 def _add_norm_backward_kernel(
     sum_ptr, mean_ptr, rstd_ptr, weight_ptr, upstream_ptr, residual_ptr,
-    gradient_ptr, sums_ptr, num_rows, num_columns, COLUMNS: tl.constexpr,
+    gradient_ptr, sums_ptr, num_rows, num_columns,
+    STAGES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Every so many rows: the gradient by x and by delta, and this program's three sums:
     for the norm's weight, for its bias, and for delta's bias.
@@ -256,7 +257,7 @@ def _add_norm_backward_kernel(
     bias_sums = tl.zeros((COLUMNS,), dtype=tl.float32)
     delta_sums = tl.zeros((COLUMNS,), dtype=tl.float32)
     row_size = tl.full((), num_columns, dtype=tl.int64)
-    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+    for row in tl.range(tl.program_id(0), num_rows, tl.num_programs(0), num_stages=STAGES):
         place = row * row_size + columns
         total = tl.load(sum_ptr + place, mask=inside, other=0.0).to(tl.float32)
         upstream = tl.load(upstream_ptr + place, mask=inside, other=0.0).to(tl.float32)
@@ -348,7 +349,7 @@ def add_norm_backward(
     sums = total.new_empty(programs, 3, columns, dtype=torch.float32)
     _add_norm_backward_kernel[(programs,)](
         total, mean, rstd, weight, upstream, residual, gradient, sums,
-        *total.shape, **row_block(columns),
+        *total.shape, NORM_STAGES, **row_block(columns),
     )  # fmt: skip
     return gradient, sums.sum(dim=0)
 

@@ -77,19 +77,20 @@ def store_transposed(
 
 @triton.jit
 def _transpose_quantized_kernel(
-    x_ptr, scales_ptr, scale_ptr, out_ptr, num_rows, num_columns,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x_ptr, scales_ptr, scale_ptr, out_ptr, sums_ptr, num_rows, num_columns,
+    WITH_SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One tile, from a scale a row to one for all."""
+    """One tile, from a scale a row to one for all; if asked for, the sums of its columns."""
     rows = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
     place = rows[:, None] * num_columns + columns[None, :]
     x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    scales = tl.load(scales_ptr + rows, mask=rows < num_rows, other=0.0)
-    store_transposed(
-        x * scales[:, None], out_ptr, tl.load(scale_ptr), rows, columns, num_rows, inside
-    )
+    x *= tl.load(scales_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
+    store_transposed(x, out_ptr, tl.load(scale_ptr), rows, columns, num_rows, inside)
+    if WITH_SUMS:
+        sums_place = tl.program_id(1) * num_columns + columns
+        tl.store(sums_ptr + sums_place, tl.sum(x, axis=0), mask=columns < num_columns)
 
 
 def tiles(rows: int, columns: int) -> tuple[int, int]:
@@ -128,21 +129,30 @@ def _(x):
 
 
 @custom_op("miniseries::transpose_quantized", mutates_args=())
-def transpose_quantized(x: torch.Tensor, scales: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Transposed fp8, (F, N), with one scale in place of one a row.
+def transpose_quantized(
+    x: torch.Tensor, scales: torch.Tensor, scale: torch.Tensor, with_sums: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Transposed fp8, with one scale in place of one a row.
 
     Args:
         x: (N, F) fp8, contiguous.
         scales: (N, 1) float32, powers of two.
         scale: () float32, the largest of them.
+        with_sums: whether the sum of all rows is wanted.
+
+    Returns:
+        (F, N) fp8; the sum, (F,) float32, or an empty tensor.
     """
-    out = transposed_like(x)
-    _transpose_quantized_kernel[tiles(*x.shape)](
-        x, scales, scale, out, *x.shape, TILE_ROWS, TILE_COLUMNS, num_warps=TILE_WARPS
-    )
-    return out
+    rows, columns = x.shape
+    out, grid = transposed_like(x), tiles(rows, columns)
+    sums = x.new_empty(grid[1] if with_sums else 0, columns, dtype=torch.float32)
+    _transpose_quantized_kernel[grid](
+        x, scales, scale, out, sums, rows, columns,
+        with_sums, TILE_ROWS, TILE_COLUMNS, num_warps=TILE_WARPS,
+    )  # fmt: skip
+    return out, sums.sum(dim=0) if with_sums else sums[:, 0].clone()
 
 
 @transpose_quantized.register_fake
-def _(x, scales, scale):
-    return transposed_like(x)
+def _(x, scales, scale, with_sums):
+    return transposed_like(x), x.new_empty(x.shape[1] if with_sums else 0, dtype=torch.float32)
