@@ -21,7 +21,8 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, residual, upstream):
-        return add_norm_gradients(ctx.saved_tensors, residual, upstream.contiguous().flatten(0, -2))
+        rows = upstream.contiguous().flatten(0, -2)
+        return add_norm_gradients(ctx.saved_tensors, residual, rows)[0]
 
 
 class _NormLinear(torch.autograd.Function):
@@ -36,9 +37,9 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, residual, upstream):
         norm, (weight, *kept) = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
-        normed = kept[0] if kept else kernels.norm_again(*norm)
         rows = upstream.contiguous().flatten(0, -2)
-        for_norm = add_norm_gradients(norm, residual, rows @ weight)
+        for_norm, again = add_norm_gradients(norm, residual, rows @ weight, not kept)
+        normed = kept[0] if kept else again
         return *for_norm, rows.t() @ normed, rows.sum(dim=0), None
 
 
@@ -60,12 +61,11 @@ class _NormMlp(torch.autograd.Function):
     def backward(ctx, residual, upstream):
         norm, (weight, proj_weight, hidden, *kept) = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
         rows = upstream.contiguous().flatten(0, -2)
-        gradient, for_bias, active = kernels.gelu_backward(
-            hidden, rows @ proj_weight, len(kept) < 2
-        )
-        normed = kept[0] if kept else kernels.norm_again(*norm)
-        for_proj_weight = rows.t() @ (kept[1] if len(kept) == 2 else active)
-        for_norm = add_norm_gradients(norm, residual, gradient @ weight)
+        gradient, for_bias, again = kernels.gelu_backward(hidden, rows @ proj_weight, len(kept) < 2)
+        active = kept[1] if len(kept) == 2 else again
+        for_proj_weight = rows.t() @ active
+        for_norm, again = add_norm_gradients(norm, residual, gradient @ weight, not kept)
+        normed = kept[0] if kept else again
         for_layer = gradient.t() @ normed, for_bias.to(weight.dtype)
         return *for_norm, *for_layer, for_proj_weight, None
 
@@ -77,27 +77,34 @@ def added_and_normed(
     norm_weight: torch.Tensor,
     norm_bias: torch.Tensor,
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """The five tensors from which `kernels.norm_again` makes the norm, sum first; and the norm."""
+    """What `add_norm_gradients` wants, sum first; and the norm, (N, C)."""
     rows = x.contiguous().flatten(0, -2), delta.contiguous().flatten(0, -2)
     total, normed, mean, rstd = kernels.add_norm(*rows, delta_bias, norm_weight, norm_bias)
     return (total, mean, rstd, norm_weight, norm_bias), normed
 
 
 def add_norm_gradients(
-    norm: tuple[torch.Tensor, ...], residual: torch.Tensor, upstream: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+    norm: tuple[torch.Tensor, ...],
+    residual: torch.Tensor,
+    upstream: torch.Tensor,
+    with_norm: bool = False,
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Gradients by x, delta, delta's bias, and the norm's weight and bias.
 
     Args:
-        norm: sum, mean, reciprocal deviation, and weight, as of the forward pass.
+        norm: sum, mean, reciprocal deviation, weight and bias, as of the forward pass.
         residual: (B, T, C), by the sum.
         upstream: (N, C), by the norm.
+        with_norm: whether the norm, which was not kept, comes as well.
+
+    Returns:
+        The gradients; the norm, (N, C), or an empty tensor.
     """
     rows = residual.contiguous().flatten(0, -2)
-    gradient, sums = kernels.add_norm_backward(*norm[:4], upstream, rows)
+    gradient, sums, again = kernels.add_norm_backward(*norm, upstream, rows, with_norm)
     for_weight, for_bias, for_delta_bias = sums.to(norm[3].dtype).unbind(0)
     gradient = gradient.view_as(residual)
-    return gradient, gradient, for_delta_bias, for_weight, for_bias
+    return (gradient, gradient, for_delta_bias, for_weight, for_bias), again
 
 
 def add_norm(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

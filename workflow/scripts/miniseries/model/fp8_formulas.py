@@ -113,7 +113,7 @@ class _NormLinear(torch.autograd.Function):
         transposed, for_bias = gradient.transposed(with_sums=True)
         for_weight = _weight_gradient(transposed, _transposed_norm(norm))
         for_normed = _product(gradient, Quantized.of(weight.t().contiguous()))
-        for_norm = fast_formulas.add_norm_gradients(norm, residual, for_normed)
+        for_norm, _ = fast_formulas.add_norm_gradients(norm[:5], residual, for_normed)
         return *for_norm, for_weight, for_bias.to(weight.dtype)
 
 
@@ -146,7 +146,7 @@ class _NormMlp(torch.autograd.Function):
         for_weight = _weight_gradient(Transposed(transposed, scale), _transposed_norm(norm))
         gradient = Quantized(gradient, scales, scales)
         for_normed = _product(gradient, Quantized.of(weight.t().contiguous()))
-        for_norm = fast_formulas.add_norm_gradients(norm, residual, for_normed)
+        for_norm, _ = fast_formulas.add_norm_gradients(norm[:5], residual, for_normed)
         return *for_norm, for_weight, for_bias.to(weight.dtype), for_proj_weight
 
 

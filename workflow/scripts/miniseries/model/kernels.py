@@ -224,31 +224,13 @@ def add_norm_kernel(
 
 
 @triton.jit
-def _norm_kernel(
-    total_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, normed_ptr,
-    num_columns, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """One row: the norm as `add_norm_kernel` gave it, from what that kept."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, COLUMNS)
-    inside = columns < num_columns
-    place = row * num_columns + columns
-    total = tl.load(total_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    centred = total - tl.load(mean_ptr + row)
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    normed = centred * tl.load(rstd_ptr + row) * weight + bias
-    tl.store(normed_ptr + place, normed.to(normed_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def _add_norm_backward_kernel(
-    sum_ptr, mean_ptr, rstd_ptr, weight_ptr, upstream_ptr, residual_ptr,
-    gradient_ptr, sums_ptr, num_rows, num_columns,
-    STAGES: tl.constexpr, COLUMNS: tl.constexpr,
+    sum_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, upstream_ptr, residual_ptr,
+    gradient_ptr, normed_ptr, sums_ptr, num_rows, num_columns,
+    WITH_NORM: tl.constexpr, STAGES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Every so many rows: the gradient by x and by delta, and this program's three sums:
-    for the norm's weight, for its bias, and for delta's bias.
+    for the norm's weight, for its bias, and for delta's bias; if asked for, the norm once more.
     """
     columns = tl.arange(0, COLUMNS)
     inside = columns < num_columns
@@ -269,6 +251,10 @@ def _add_norm_backward_kernel(
         level = tl.sum(weighted) / num_columns
         gradient = (weighted - along * normed - level) * rstd + residual
         tl.store(gradient_ptr + place, gradient.to(gradient_ptr.dtype.element_ty), mask=inside)
+        if WITH_NORM:
+            bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+            again = (normed * weight + bias).to(normed_ptr.dtype.element_ty)
+            tl.store(normed_ptr + place, again, mask=inside)
         weight_sums += upstream * normed
         bias_sums += upstream
         delta_sums += gradient
@@ -307,53 +293,41 @@ def _(x, delta, delta_bias, weight, bias):
     return torch.empty_like(x), torch.empty_like(x), row, torch.empty_like(row)
 
 
-@custom_op("miniseries::norm_again", mutates_args=())
-def norm_again(
-    total: torch.Tensor,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-) -> torch.Tensor:
-    """The norm that `add_norm` gave, (N, C), from the sum and the figures that it gave with it."""
-    normed, columns = torch.empty_like(total), total.shape[1]
-    _norm_kernel[(len(total),)](
-        total, mean, rstd, weight, bias, normed, columns, **row_block(columns)
-    )
-    return normed
-
-
-@norm_again.register_fake
-def _(total, mean, rstd, weight, bias):
-    return torch.empty_like(total)
-
-
 @custom_op("miniseries::add_norm_backward", mutates_args=())
 def add_norm_backward(
     total: torch.Tensor,
     mean: torch.Tensor,
     rstd: torch.Tensor,
     weight: torch.Tensor,
+    bias: torch.Tensor,
     upstream: torch.Tensor,
     residual: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradient by x and by delta, (N, C); by the norm's weight and bias and delta's bias, (3, C).
+    with_norm: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `add_norm`.
 
     Args:
         total: (N, C), x + delta + delta_bias.
         upstream: (N, C), gradient by the norm.
         residual: (N, C), gradient by the sum from all that follows.
+        with_norm: whether the norm, which was not kept, comes as well.
+
+    Returns:
+        By x and by delta, (N, C); by the norm's weight and bias and delta's bias, (3, C) float32;
+        the norm, (N, C), or an empty tensor.
     """
     programs, columns = num_programs(total, NORM_PROGRAMS_PER_PROCESSOR), total.shape[1]
-    gradient = torch.empty_like(total)
+    gradient, normed = torch.empty_like(total), torch.empty_like(total if with_norm else total[:0])
     sums = total.new_empty(programs, 3, columns, dtype=torch.float32)
     _add_norm_backward_kernel[(programs,)](
-        total, mean, rstd, weight, upstream, residual, gradient, sums,
-        *total.shape, NORM_STAGES, **row_block(columns),
+        total, mean, rstd, weight, bias, upstream, residual, gradient, normed, sums,
+        *total.shape, with_norm, NORM_STAGES, **row_block(columns),
     )  # fmt: skip
-    return gradient, sums.sum(dim=0)
+    return gradient, sums.sum(dim=0), normed
 
 
 @add_norm_backward.register_fake
-def _(total, mean, rstd, weight, upstream, residual):
-    return torch.empty_like(total), total.new_empty(3, total.shape[1], dtype=torch.float32)
+def _(total, mean, rstd, weight, bias, upstream, residual, with_norm):
+    normed = torch.empty_like(total if with_norm else total[:0])
+    sums = total.new_empty(3, total.shape[1], dtype=torch.float32)
+    return torch.empty_like(total), sums, normed
