@@ -64,6 +64,11 @@ def test_a_divergence_is_gone_back_from_and_its_batches_are_skipped(manifest, tm
     assert saved_steps(tmp_path) == [4, 8, 12], "pinned ones stay although two are to be kept"
     assert all((checkpoint_folder(tmp_path, step) / "pinned").exists() for step in (4, 8))
     assert [step for step, _, _ in losses(tmp_path)] == list(range(12))
+    records = read_metrics(tmp_path / "metrics.jsonl")["train"]
+    per_epoch = run.loader.tokens_per_epoch / run.tokens_per_step
+    expected = [(batch + 1) / per_epoch for batch in [*range(8), 12, 13, 14, 15]]
+    assert [r["epoch"] for r in records] == pytest.approx(expected, abs=1e-4)
+    assert records[-1]["tokens_seen"] == 12 * run.tokens_per_step
     assert all(math.isfinite(value) for record in losses(tmp_path) for value in record)
 
 

@@ -1,4 +1,5 @@
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ import torch
 from miniseries.metrics import read_metrics
 from miniseries.model.gpt import GPT, GPTConfig
 from miniseries.training import memory
-from miniseries.training.journal import Journal
+from miniseries.training.journal import Journal, StepReport
 from miniseries.training.optimizer import make_optimizer
 
 MIB = 1 << 20
@@ -58,6 +59,25 @@ def test_a_pause_is_measured(tmp_path):
     assert every == 50 and 0.05 <= seconds < 5
 
 
+def test_batches_that_were_left_out_count_as_epochs_and_not_as_tokens_seen(tmp_path, capsys):
+    journal = make_journal(tmp_path, first_step=7)  # ten batches are an epoch
+    report = StepReport(7, 7, 3.0, 1.0, 0.0, 0.0, 1e-3, 0.1, False, None, "00")
+    journal.step(report)
+    assert "have been read" not in capsys.readouterr().out
+    journal.step(replace(report, step=8, batch=25))  # after going back from step 10 or so
+    assert "the training tokens have been read 2.60 times" in capsys.readouterr().out
+    journal.step(replace(report, step=9, batch=26))
+    assert "have been read" not in capsys.readouterr().out
+    records = read_metrics(tmp_path / "metrics.jsonl")["train"]
+    assert [(r["epoch"], r["tokens_seen"]) for r in records] == [
+        (0.8, 800),
+        (2.6, 900),
+        (2.7, 1000),
+    ]
+    journal.start(val_tokens=1, batches_skipped=17)
+    assert "the run reads 101.70 epochs" in capsys.readouterr().out
+
+
 def test_buffers_are_those_of_the_model_and_the_optimizer(tmp_path, capsys):
     model = GPT(GPTConfig(2, 2, 64, 32))
     num_elements = sum(p.numel() for p in model.parameters())
@@ -70,6 +90,10 @@ def test_buffers_are_those_of_the_model_and_the_optimizer(tmp_path, capsys):
     assert less["master_copy"] is None
     saved = sum(v or 0 for v in found.values()) - sum(v or 0 for v in less.values())
     assert saved * MIB == 4 * num_elements  # 2 of the weights, 2 of the gradients
+    plain = GPT(GPTConfig(2, 2, 64, 32))
+    fp32 = memory.buffers(plain, make_optimizer(plain, 0.1), "fp32")
+    assert fp32["master_copy"] is None, "they are what is computed with, cut in parts"
+    assert fp32["weights_without_master_copy"] == fp32["parameters"] == 2 * found["parameters"]
     journal = make_journal(tmp_path)
     split = {"processes": 1, "micro_batch": 4, "sequence_length": 32, "grad_accum_steps": 2}
     journal.sizes(num_elements=num_elements, buffers=found, **split)

@@ -17,11 +17,12 @@ from stand_ins import batch_hashes, losses, make_dataset, make_settings, train_c
 
 from miniseries.data.shards import load_manifest
 from miniseries.metrics import read_json, read_metrics
-from miniseries.training import checkpoint, trainer
+from miniseries.training import checkpoint, memory, trainer
 from miniseries.training.checkpoint import checkpoint_folder, load_model_weights, saved_steps
 from miniseries.training.distributed import start_world
 from miniseries.training.launcher import freeze, launch
 from miniseries.training.loader import Loader
+from miniseries.training.trial import kept_bytes
 
 CONSOLE_LINE = re.compile(  # the one that llm.c's users parse with
     r"^step +(\d+)/(\d+) \| loss ([\d.]+|-?nan|inf) \(([+-][\w.]+)z\)\| norm (\S+) "
@@ -373,6 +374,49 @@ def test_a_failed_save_leaves_no_part_and_keeps_the_older_checkpoint(
         run.save(2)
         run.wait_for_save()
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_a_checkpoint_s_size_is_known_before_its_first_step(manifest, tmp_path, one_world):
+    for number, changes in enumerate(({}, {"precision": "bf16", "master_weights": False})):
+        run = in_this_process(tmp_path / str(number), manifest, **changes)
+        run.save(1)
+        run.wait_for_save()
+        tensors = checkpoint.state_tensors(run.model, run.optimizer)
+        torch.distributed.destroy_process_group()
+        files = checkpoint_folder(run.folder, 1).glob("*.distcp")
+        written = sum(file.stat().st_size for file in files)
+        counted = run.num_elements * (10 if changes else 12)
+        assert counted <= written < 1.05 * counted
+        few = checkpoint.shutil.disk_usage(tmp_path)._replace(free=counted - 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checkpoint.shutil, "disk_usage", lambda _path, few=few: few)
+            with pytest.raises(OSError, match=f"a checkpoint takes {counted:,} bytes"):
+                checkpoint.check_space(tmp_path, tensors)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"precision": "bf16"}, {"precision": "bf16", "master_weights": False}]
+)
+def test_what_the_trial_counts_is_what_a_run_keeps(manifest, tmp_path, one_world, changes):
+    run = in_this_process(tmp_path, manifest, **changes)
+    kept = memory.buffers(run.model, run.optimizer, run.recipe["precision"])
+    shared_out = sum(mib or 0 for name, mib in kept.items() if name != "parameters")
+    plain = 4 if not changes else 2  # bytes of a gradient in the trial's model
+    expected = shared_out * memory.MEBIBYTE / run.num_elements + 4 - plain
+    assert kept_bytes(run.recipe, 1) == pytest.approx(expected)
+    assert kept_bytes(run.recipe, 4) == pytest.approx((expected - 4 + plain) / 4 + 4 - plain)
+
+
+def test_the_weights_that_are_computed_with_are_a_copy_even_in_fp32_on_one_process(
+    manifest, tmp_path, one_world
+):
+    run = in_this_process(tmp_path, manifest)
+    own = run.model.ln_f.weight.to_local().data_ptr()
+    used = []
+    run.model.h[1].register_forward_hook(lambda *_: used.append(run.model.ln_f.weight))
+    run.train_step(0)
+    assert used and all(type(weight) is torch.nn.Parameter for weight in used)
+    assert own not in [weight.data_ptr() for weight in used]
 
 
 def test_too_little_space_for_one_checkpoint_is_refused_before_the_first_step(

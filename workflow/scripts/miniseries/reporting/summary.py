@@ -42,6 +42,9 @@ def progress_columns(run: Run, model: str, smoothing: float) -> dict[str, Any]:
     )
     tokens_seen = last(run.column("train", "tokens_seen")[1])
     unique_tokens = run.start.get("unique_tokens")
+    epochs = last(run.column("train", "epoch")[1])  # batches that were left out included
+    if epochs is None and tokens_seen and unique_tokens:
+        epochs = tokens_seen / unique_tokens
     num_parameters, channels = run.num_parameters, run.recipe.get("channels")
     padding = (PADDED_VOCAB_SIZE - VOCAB_SIZE) * channels if channels else None
     known = num_parameters is not None and padding is not None
@@ -57,7 +60,7 @@ def progress_columns(run: Run, model: str, smoothing: float) -> dict[str, Any]:
         "max_steps": run.recipe.get("max_steps"),
         "tokens_seen": None if tokens_seen is None else int(tokens_seen),
         "unique_tokens": unique_tokens,  # of the training data
-        "epochs": tokens_seen / unique_tokens if tokens_seen and unique_tokens else None,
+        "epochs": epochs,
         "tokens_per_step": run.tokens_per_step,
         "train_loss_nats": last(run.smoothed_loss(smoothing)[1]),
         "tokens_per_second": float(np.median(speeds)) if len(speeds) else None,

@@ -29,7 +29,6 @@ STEP_FOLDER = re.compile(r"step-(\d{8})")
 # Threads, and so files, of a rank: one copies 1 to 3 GB/s into the page cache, less than most disks
 # take, and some wait for the disk while others copy; still more would only make more files
 MIN_WRITERS, MAX_WRITERS = 4, 8
-BYTES_PER_PARAMETER = 12  # fp32 weight and the two fp32 moments of AdamW
 
 
 def checkpoint_folder(run_folder: Path, step: int) -> Path:
@@ -269,13 +268,16 @@ def rotate(run_folder: Path, keep: int, keep_every: int, pinned: set[int]) -> No
         forget(run_folder, step)
 
 
-def check_space(run_folder: Path, num_parameters: int) -> None:
-    """Refuse to begin when not even one checkpoint would fit.
+def check_space(run_folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Refuse to begin when not even one checkpoint of these would fit.
+
+    Args:
+        tensors: by `state_tensors`; of sharded ones the whole counts.
 
     Raises:
         OSError: names the bytes needed and the bytes free.
     """
-    needed = num_parameters * BYTES_PER_PARAMETER
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     free = shutil.disk_usage(run_folder).free
     if free < needed:
         raise OSError(

@@ -98,6 +98,11 @@ class Rollbacks:
         found: list[dict[str, Any]] = read_json(self.path) if self.path.exists() else []
         self.done = [Rollback(**entry) for entry in found]
 
+    @property
+    def batches_skipped(self) -> int:
+        """Batches that are never read again."""
+        return sum(r.batches_skipped for r in self.done)
+
     def batch_of(self, step: int) -> int:
         """Number of the global batch that this step reads."""
         return step + sum(r.batches_skipped for r in self.done if step >= r.back_to)

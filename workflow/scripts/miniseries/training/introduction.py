@@ -42,6 +42,7 @@ class Introduction:
     Args:
         settings: the run's frozen ones; `recipe` has the defaults of later keys besides.
         buffers: MiB by name, as `memory.buffers` gives them.
+        batches_skipped: by going back after divergences, until now.
         notes: what happened before there was anybody to tell.
     """
 
@@ -54,6 +55,7 @@ class Introduction:
     buffers: dict[str, float | None]
     micro_batch: int
     grad_accum_steps: int
+    batches_skipped: int
     notes: list[str]
 
     def announce(self, journal: Journal) -> None:
@@ -92,6 +94,7 @@ class Introduction:
         device, manifest = self.world.device, self.manifest
         journal.start(
             branch_from=self.recipe["branch_from"] or None,
+            batches_skipped=self.batches_skipped,
             val_tokens=min(manifest.val_tokens, manifest.num_val_tokens),
             fingerprint=self.settings["fingerprint"],
             world_size=self.world.size,

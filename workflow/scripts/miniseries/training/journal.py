@@ -29,6 +29,7 @@ class StepReport:
     """What one step did. `step` is 0-based; loss and norm are those before the update."""
 
     step: int
+    batch: int  # number of the global batch; more than `step` after a rollback
     loss: float
     grad_norm: float
     loss_z: float
@@ -72,6 +73,7 @@ class Journal:
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.console = Console(folder / "train.log", max_steps, first_step, is_main)
         self.speed = RunningMean()
+        self.batches_read: int | None = None  # of the order of the tokens, left-out ones included
         self.pauses: dict[str, tuple[int, float]] = {}  # steps between two, seconds of the last
 
     def say(self, text: str) -> None:
@@ -185,7 +187,7 @@ class Journal:
             "train",
             report.step,
             tokens_seen=tokens_seen,
-            epoch=round(tokens_seen / self.tokens_per_epoch, 4),
+            epoch=round(self._epochs(report.batch + 1), 4),
             train_loss_nats=report.loss,
             loss_z=_none_if_nan(report.loss_z),
             grad_norm=_none_if_nan(norm),
@@ -198,17 +200,19 @@ class Journal:
             reserved_mib=report.reserved_mib,
             batch_hash=report.batch_hash,
         )
-        self._count_epochs(tokens_seen)
+        self._count_epochs(report.batch)
 
-    def _count_epochs(self, tokens_seen: int) -> None:
+    def _epochs(self, batches: int) -> float:
+        """How often the order of the training tokens is gone through with its first batches."""
+        return batches * self.tokens_per_step / self.tokens_per_epoch
+
+    def _count_epochs(self, batch: int) -> None:
         """A line when all training tokens have been read 1, 2, 4, 8 ... times."""
-        epochs = tokens_seen // self.tokens_per_epoch
-        before = (tokens_seen - self.tokens_per_step) // self.tokens_per_epoch
-        if before.bit_length() < epochs.bit_length():
-            self.say(
-                f"the training tokens have been read {tokens_seen / self.tokens_per_epoch:.2f}"
-                " times"
-            )
+        before = batch if self.batches_read is None else self.batches_read
+        self.batches_read = batch + 1
+        done, earlier = self._epochs(self.batches_read), self._epochs(before)
+        if int(earlier).bit_length() < int(done).bit_length():
+            self.say(f"the training tokens have been read {done:.2f} times")
 
     def validation(self, step: int, scores: dict[str, Any]) -> None:
         """Validation loss of the weights after `step` updates."""
@@ -234,11 +238,11 @@ class Journal:
             with (self.folder / "samples.txt").open("a", encoding="utf-8") as file:
                 file.write(f"step {step}\n---\n{text}\n---\n")
 
-    def start(self, *, val_tokens: int, **values: Any) -> None:
-        """A start or resume of the run."""
+    def start(self, *, val_tokens: int, batches_skipped: int, **values: Any) -> None:
+        """A start or resume of the run, which has left out some batches by going back."""
         if self.first_step:
             self.say(f"resuming at step {self.first_step} of {self.max_steps}")
-        epochs = self.max_steps * self.tokens_per_step / self.tokens_per_epoch
+        epochs = self._epochs(self.max_steps + batches_skipped)
         self.say(
             f"{self.tokens_per_epoch:,} training tokens and {val_tokens:,} validation tokens; "
             f"the run reads {epochs:.2f} epochs"

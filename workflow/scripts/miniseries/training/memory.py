@@ -23,14 +23,15 @@ def buffers(
     """MiB of each buffer that lasts from the first step to the last, in this process.
 
     Returns:
-        parameters, whole and in the compute precision; gradients; m and v of AdamW; the master
-        copy, None where the weights have no fp32 copy. All but the first are this process's part.
+        parameters, whole and in the compute precision, which FSDP2 copies out of this process's
+        part even if it is alone; and of that part: gradients; m and v of AdamW; the weights that
+        are updated, which are a master copy where their precision is higher than the compute's.
     """
     weights = list(model.parameters())
     own = _mib(weights)
     dtype = COMPUTE_DTYPES[precision] or weights[0].dtype
     states = optimizer.state.values()
-    has_master = weights[0].dtype == torch.float32
+    has_master = weights[0].dtype != dtype
     return {
         "parameters": sum(p.numel() for p in weights) * dtype.itemsize / MEBIBYTE,
         "gradients": own,  # of the weights' own type once they are summed over processes

@@ -60,8 +60,8 @@ class Restorer:
         """
         if self.world.is_main:
             checkpoint.clean_up(self.folder)
-            num_elements = sum(p.numel() for p in self.model.parameters())
-            checkpoint.check_space(self.folder, num_elements)
+            tensors = checkpoint.state_tensors(self.model, self.optimizer)
+            checkpoint.check_space(self.folder, tensors)
         dist.barrier()
         state, problems = checkpoint.load_newest(
             self.folder, self.model, self.optimizer, self.world

@@ -178,6 +178,7 @@ class Trainer:
             buffers=self.buffers,
             micro_batch=self.micro_batch,
             grad_accum_steps=self.grad_accum_steps,
+            batches_skipped=self.rollbacks.batches_skipped,
             notes=self.notes,
         ).announce(self.journal)
 
@@ -192,11 +193,11 @@ class Trainer:
         start, scale = time.perf_counter(), self.guards.scale
         loss_sum = torch.zeros((), device=self.world.device)
         batch_hash = torch.zeros((), dtype=torch.int64, device=self.world.device)
+        batch = self.rollbacks.batch_of(step)
         for micro_step in range(self.grad_accum_steps):
             self._go_on()  # or drop what there is of this step
             set_last_micro_step(self.model, micro_step == self.grad_accum_steps - 1)
             with record_function("data"):  # the ranges that profiles are cut by
-                batch = self.rollbacks.batch_of(step)
                 tokens, targets = self.loader.micro_batch_at(batch, micro_step)
                 batch_hash += self.loader.hash_of(micro_step, tokens, targets)
             with record_function("forward"):
@@ -229,6 +230,7 @@ class Trainer:
         self.heartbeat.beat(STEP)
         return StepReport(
             step=step,
+            batch=batch,
             loss=loss,
             grad_norm=norm,
             loss_z=verdict.loss_z,
@@ -274,8 +276,7 @@ class Trainer:
         self._note_saved()
 
     def _note_saved(self) -> None:
-        finished = self.saver.finished()
-        if finished is not None:
+        if (finished := self.saver.finished()) is not None:
             self.journal.saved(*finished, waited=self.seconds_waited)
 
     def _rotate(self) -> None:
@@ -324,8 +325,7 @@ class Trainer:
             self.evaluator.warm_up()
         val_loss, step = math.nan, self.first_step
         while True:
-            every = self.machine["ranges_every_steps"]
-            if every and step % every == 0:
+            if (every := self.machine["ranges_every_steps"]) and step % every == 0:
                 self._measure_ranges(step)
             if self._due(step, every := self.machine["val_every_steps"]):
                 is_random = step == 0 and not self.settings.get("start")  # HellaSwag is by chance

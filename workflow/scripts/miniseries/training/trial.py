@@ -13,9 +13,6 @@ from miniseries.training.distributed import COMPUTE_DTYPES
 from miniseries.training.microbatch import powers_of_two, remember, windows_per_process
 
 HEADROOM = 0.04  # of the GPU's memory: for collectives, fragments, and the odd temporary
-# Bytes a parameter that a run keeps besides what the trial's plain model has: its part of fp32
-# weight, two moments, and summed gradient; and the fp32 sum over micro-steps of whole gradients
-SHARDED_BYTES, WHOLE_BYTES = 16, 2
 
 
 def find_micro_batch(folder: Path, processes: int) -> None:
@@ -40,6 +37,16 @@ def find_micro_batch(folder: Path, processes: int) -> None:
         "the GPU's memory does not hold a single sequence of this model; use more GPUs, which "
         "share the optimizer's state, or a smaller model"
     )
+
+
+def kept_bytes(recipe: dict[str, Any], processes: int) -> float:
+    """Bytes a parameter that a run keeps besides what the trial's plain model has."""
+    own = 4 if recipe.get("master_weights", True) else 2
+    moments = 8
+    shared_out = own + moments + own  # weight, and gradient of its type once it is summed
+    computed = COMPUTE_DTYPES[recipe["precision"]] or torch.float32
+    # a whole gradient is added up over micro-steps in fp32, and the plain model has it as computed
+    return shared_out / processes + 4 - computed.itemsize
 
 
 def _fits(settings: dict[str, Any], size: int, processes: int, device: torch.device) -> bool:
@@ -67,7 +74,7 @@ def _two_micro_steps(
         parameter.data.zero_()
     elements = sum(p.numel() for p in model.parameters())
     total = torch.cuda.get_device_properties(device).total_memory
-    dead = elements * (SHARDED_BYTES // processes + WHOLE_BYTES) + int(HEADROOM * total)
+    dead = int(elements * kept_bytes(recipe, processes) + HEADROOM * total)
     dead_weight = torch.empty(dead, dtype=torch.uint8, device=device)
     shape = (size, recipe["sequence_length"] + 1)
     for _ in range(2):  # the second one adds to gradients that exist
