@@ -66,9 +66,12 @@ def assert_same(ours, plain, inputs, limit):
 
 
 @pytest.mark.parametrize(("dtype", "limit"), PRECISIONS)
-def test_addition_and_norm_are_the_plain_ones(dtype, limit):
-    from miniseries.model import fast_formulas
+@pytest.mark.parametrize("rows_at_once", [1, 2, 4])
+def test_addition_and_norm_are_the_plain_ones(dtype, limit, rows_at_once, monkeypatch):
+    from miniseries.model import fast_formulas, kernels
 
+    monkeypatch.setattr(kernels, "NORM_ROWS", rows_at_once)
+    monkeypatch.setattr(kernels, "NORM_PROGRAMS_PER_PROCESSOR", 1)
     rows = [randn(3, 7, 48, dtype=dtype), randn(3, 7, 48, dtype=dtype).flip(0)]
     vectors = [randn(48, dtype=dtype), randn(48, dtype=dtype) + 1, randn(48, dtype=dtype)]
     assert_same(fast_formulas.add_norm, formulas.add_norm, rows + vectors, limit)

@@ -17,7 +17,8 @@ from miniseries.model.quantization import num_programs, row_block, store_quantiz
 CLASSIFIER_COLUMNS, CLASSIFIER_WARPS = 2048, 4
 CLASSIFIER_PROGRAMS_PER_PROCESSOR = 8
 GELU_ROWS, GELU_COLUMNS, GELU_ROWS_PER_PROGRAM, GELU_WARPS = 8, 128, 256, 4
-NORM_PROGRAMS_PER_PROCESSOR, NORM_STAGES = 8, 1
+# Of the norm's backward: rows at once, stages of its pipeline
+NORM_ROWS, NORM_STAGES, NORM_COLUMNS_PER_WARP, NORM_PROGRAMS_PER_PROCESSOR = 1, 1, 1024, 8
 TWO_SQRT_2_OVER_PI = tl.constexpr(2 * 0.7978845608028654)
 CUBIC = tl.constexpr(0.044715)  # GELU's tanh form, Hendrycks and Gimpel 2016
 
@@ -227,41 +228,46 @@ def add_norm_kernel(
 def _add_norm_backward_kernel(
     sum_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, upstream_ptr, residual_ptr,
     gradient_ptr, normed_ptr, sums_ptr, num_rows, num_columns,
-    WITH_NORM: tl.constexpr, STAGES: tl.constexpr, COLUMNS: tl.constexpr,
+    WITH_NORM: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Every so many rows: the gradient by x and by delta, and this program's three sums:
-    for the norm's weight, for its bias, and for delta's bias; if asked for, the norm once more.
+    """Every so many rows, some at once: the gradient by x and by delta, and this program's three
+    sums: for the norm's weight, for its bias, and for delta's bias; if asked for, the norm again.
     """
     columns = tl.arange(0, COLUMNS)
-    inside = columns < num_columns
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    in_columns = columns < num_columns
+    weight = tl.load(weight_ptr + columns, mask=in_columns, other=0.0).to(tl.float32)[None, :]
     weight_sums = tl.zeros((COLUMNS,), dtype=tl.float32)
     bias_sums = tl.zeros((COLUMNS,), dtype=tl.float32)
     delta_sums = tl.zeros((COLUMNS,), dtype=tl.float32)
-    row_size = tl.full((), num_columns, dtype=tl.int64)
-    for row in tl.range(tl.program_id(0), num_rows, tl.num_programs(0), num_stages=STAGES):
-        place = row * row_size + columns
+    step = tl.num_programs(0) * ROWS
+    for first in tl.range(tl.program_id(0) * ROWS, num_rows, step, num_stages=STAGES):
+        rows = first + tl.arange(0, ROWS)
+        in_rows = rows < num_rows
+        inside = in_rows[:, None] & in_columns[None, :]
+        place = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
         total = tl.load(sum_ptr + place, mask=inside, other=0.0).to(tl.float32)
         upstream = tl.load(upstream_ptr + place, mask=inside, other=0.0).to(tl.float32)
         residual = tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
+        mean = tl.load(mean_ptr + rows, mask=in_rows, other=0.0)[:, None]
+        rstd = tl.load(rstd_ptr + rows, mask=in_rows, other=0.0)[:, None]
         normed = tl.where(inside, (total - mean) * rstd, 0.0)
         weighted = upstream * weight
-        along = tl.sum(weighted * normed) / num_columns
-        level = tl.sum(weighted) / num_columns
+        along = (tl.sum(weighted * normed, axis=1) / num_columns)[:, None]
+        level = (tl.sum(weighted, axis=1) / num_columns)[:, None]
         gradient = (weighted - along * normed - level) * rstd + residual
+        gradient = tl.where(inside, gradient, 0.0)
         tl.store(gradient_ptr + place, gradient.to(gradient_ptr.dtype.element_ty), mask=inside)
         if WITH_NORM:
-            bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+            bias = tl.load(bias_ptr + columns, mask=in_columns, other=0.0).to(tl.float32)[None, :]
             again = (normed * weight + bias).to(normed_ptr.dtype.element_ty)
             tl.store(normed_ptr + place, again, mask=inside)
-        weight_sums += upstream * normed
-        bias_sums += upstream
-        delta_sums += gradient
+        weight_sums += tl.sum(upstream * normed, axis=0)
+        bias_sums += tl.sum(upstream, axis=0)
+        delta_sums += tl.sum(gradient, axis=0)
     place = tl.program_id(0) * 3 * num_columns + columns
-    tl.store(sums_ptr + place, weight_sums, mask=inside)
-    tl.store(sums_ptr + place + num_columns, bias_sums, mask=inside)
-    tl.store(sums_ptr + place + 2 * num_columns, delta_sums, mask=inside)
+    tl.store(sums_ptr + place, weight_sums, mask=in_columns)
+    tl.store(sums_ptr + place + num_columns, bias_sums, mask=in_columns)
+    tl.store(sums_ptr + place + 2 * num_columns, delta_sums, mask=in_columns)
 
 
 @custom_op("miniseries::add_norm", mutates_args=())
@@ -321,7 +327,8 @@ def add_norm_backward(
     sums = total.new_empty(programs, 3, columns, dtype=torch.float32)
     _add_norm_backward_kernel[(programs,)](
         total, mean, rstd, weight, bias, upstream, residual, gradient, normed, sums,
-        *total.shape, with_norm, NORM_STAGES, **row_block(columns),
+        *total.shape, with_norm, NORM_STAGES, NORM_ROWS,
+        **row_block(columns, NORM_COLUMNS_PER_WARP),
     )  # fmt: skip
     return gradient, sums.sum(dim=0), normed
 

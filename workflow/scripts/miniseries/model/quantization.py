@@ -18,10 +18,10 @@ SMALLEST_SCALE = 1e-30  # a row of zeros has no largest value
 _LARGEST, _SMALLEST = tl.constexpr(FP8_LARGEST), tl.constexpr(SMALLEST_SCALE)
 
 
-def row_block(columns: int) -> dict[str, int]:
-    """Launch arguments of a kernel that holds a whole row."""
+def row_block(columns: int, columns_per_warp: int = COLUMNS_PER_WARP) -> dict[str, int]:
+    """Launch arguments of a kernel that holds a whole row, or several."""
     block = triton.next_power_of_2(columns)
-    return {"COLUMNS": block, "num_warps": max(1, block // COLUMNS_PER_WARP)}
+    return {"COLUMNS": block, "num_warps": max(1, block // columns_per_warp)}
 
 
 def num_programs(rows: torch.Tensor, per_processor: int) -> int:
