@@ -33,29 +33,35 @@ def test_words_of_nccl_s_watchdog_are_found(tmp_path):
 
 
 def test_a_command_is_ended_at_its_deadline_as_by_ctrl_c(tmp_path):
-    started = time.monotonic()
     finished = run(FOREVER, tmp_path, seconds=0.5)
-    assert finished.is_late
-    assert "KeyboardInterrupt" in (tmp_path / "log.txt").read_text()
-    assert time.monotonic() - started < 20
+    assert (finished.is_late, finished.code) == (True, -signal.SIGINT)
 
 
 def test_a_command_deaf_to_ctrl_c_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(commands, "GRACE_SECONDS", 0.2)
-    deaf = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {FOREVER}"
-    finished = run(deaf, tmp_path, seconds=1.0)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # what a command inherits
+    try:
+        finished = run(FOREVER, tmp_path, seconds=0.2)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (finished.is_late, finished.code) == (True, -signal.SIGKILL)
 
 
 def test_a_process_that_outlives_its_command_is_named_and_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(commands, "LEFTOVER_SECONDS", 0.2)
-    child = f"[sys.executable, '-c', {FOREVER!r}, 'orphan']"
+    child = f"[sys.executable, '-c', {FOREVER!r}, 'orphan of {tmp_path.name}']"
     code = f"import subprocess, sys; subprocess.Popen({child}, start_new_session=True)"
     finished = run(code, tmp_path)
     (left,) = finished.leftovers
-    assert left.endswith("orphan")
-    listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
-    assert left not in listing.stdout
+    assert left.endswith(f"orphan of {tmp_path.name}")
+    deadline = time.monotonic() + 20
+    while left in commands_at_work():
+        assert time.monotonic() < deadline
+
+
+def commands_at_work():
+    listing = ["ps", "-eo", "args"]
+    return subprocess.run(listing, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def test_processes_are_found_by_their_mark_alone():

@@ -104,6 +104,8 @@ def test_options_that_cannot_be_are_refused(make):
         make(large="1.5b")
     with pytest.raises(ValueError, match=f"at least {LEAST_LARGE_STEPS} are needed"):
         make(large_steps=LEAST_LARGE_STEPS - 1)
+    with pytest.raises(ValueError, match="are both 124m"):
+        make(large="124m")
     with pytest.raises(ValueError, match="no leg fp16; there are data, large"):
         make(legs=["large", "fp16"])
     with pytest.raises(ValueError, match="--gpus is 0"):

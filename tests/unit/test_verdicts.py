@@ -235,6 +235,19 @@ def test_what_was_not_run_is_judged_by_nothing_and_says_why():
     )
 
 
+def test_a_leg_that_failed_misses_its_aims():
+    result = changed("resumed", state="failed", reason="exit code 1; see resumed.txt")
+    found = {verdict.aim: verdict for verdict in verdicts(result)}
+    for what in ("token ids", "losses"):
+        verdict = found[f"stopped, resumed: {what}"]
+        assert (verdict.word, verdict.found) == ("not met", "exit code 1; see resumed.txt")
+
+
+def test_one_gpu_has_no_communication_to_judge():
+    found = words(copy.deepcopy(RESULT) | {"gpus": 1})
+    assert found["communication that hides behind nothing"] == "not run"
+
+
 def test_aims_are_those_of_each_gpu():
     result = copy.deepcopy(RESULT) | {"gpus": 2, "shard_mib": 2971.2}
     result["legs"]["large"] |= {"tokens_per_second": 113_000.0, "hours": 82.0}

@@ -109,12 +109,15 @@ class Course:
         look = term.look if term else lambda: None
         finished = run_command(command, self.root, log, self.deadline, look)
         fault = _fault(leg, finished, first, term)
-        record = finished.record() | {"state": FAILED if fault else DONE}
+        record = finished.record() | {"state": DONE, "reason": None}
+        if fault:
+            state = NOT_RUN if finished.is_late else FAILED
+            record |= {"state": state, "reason": f"{fault}; see {log.name}"}
         record["watchdog"] = finished.watchdog + self._copy_logs(name, leg)
         if term and not fault:
             record["stopped_at"] = newest_checkpoint(leg.folder)
             record["seconds_to_stop"] = time.monotonic() - term.sent_at
-        return record | {"reason": f"{fault}; see {log.name}" if fault else None}
+        return record
 
     def _copy_logs(self, name: str, leg: Leg) -> list[str]:
         """Copy what else there is of a leg; returns what NCCL's watchdog says in it."""
@@ -156,6 +159,6 @@ def _figures(leg: Leg, record: Record) -> Record:
     try:
         return leg.figures()
     except (ValueError, KeyError, OSError) as error:
-        record["reason"] = record["reason"] or f"no figures: {error}"
-        record["state"] = FAILED
+        if record["state"] == DONE:
+            record |= {"state": FAILED, "reason": f"no figures: {error}"}
         return {}

@@ -104,6 +104,8 @@ class Reference:
 
     def _real_recipes(self) -> dict[str, Record]:
         names = (self.options.large, self.options.small)
+        if len(set(names)) < len(names):
+            raise ValueError(f"--large and --small are both {names[0]}; name two runs")
         validate_config(self.config, self.schema)
         runs = resolve_runs(self.config, self.schema).runs
         unknown = [name for name in names if name not in runs]

@@ -4,7 +4,6 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from miniseries.markdown import markdown_table, number
 from miniseries.metrics import read_metrics
 from miniseries.speed.bench import UNTIMED_STEPS
 from miniseries.speed.comparison import is_ours
+from miniseries.speed.legs import DONE, FAILED, Record
 from miniseries.speed.planning import num_elements
 from miniseries.speed.tables import gib, percent, share
 
@@ -26,7 +26,6 @@ MAX_EXPOSED = 0.05  # share of a step in which only collectives are at work
 MAX_LOSS_DIFFERENCE = 2e-3  # nats, of equal batches on another number of processes
 SHARDED = ("adamw_m", "adamw_v", "master_copy")  # buffers that ZeRO-1 cuts by the processes
 SHARD_TOLERANCE = 0.01  # rows do not always divide by the processes
-Record = dict[str, Any]
 
 
 # ---- figures of one run ---------------------------------------------------------------------
@@ -191,108 +190,108 @@ class Verdict:
 
 def verdicts(result: Record) -> list[Verdict]:
     """Each aim, judged by what `reference.json` holds."""
-    legs, large, small = result["legs"], result["large"], result["small"]
-    found = [
-        *_speed_verdicts(result, legs["large"], large, LARGE_SCALING, result["large_precision"]),
-        *_large_verdicts(result, legs["large"]),
-        _exposed_verdict(legs["profile"]),
+    legs = result["legs"]
+    return [
+        *_speed_verdicts(result, "large", LARGE_SCALING),
+        *_large_verdicts(result),
+        _exposed_verdict(result),
         *_equality_verdicts(legs),
-        *_speed_verdicts(result, legs["small"], small, SMALL_SCALING, result["small_precision"]),
+        *_speed_verdicts(result, "small", SMALL_SCALING),
         *_cleanliness_verdicts(legs),
     ]
-    return found
 
 
-def _missing(aim: str, wanted: str, leg: Record, otherwise: str = "no figure") -> Verdict:
-    return Verdict(aim, wanted, leg["reason"] or otherwise, None)
+def _judge(
+    leg: Record, aim: str, wanted: str, found: tuple[str, bool] | None, otherwise: str = "no figure"
+) -> Verdict:
+    """A verdict by what was found and whether that is enough; without it by what became of the leg.
+
+    Args:
+        otherwise: why nothing was found although the leg is done.
+    """
+    if found is not None:
+        return Verdict(aim, wanted, *found)
+    is_met = False if leg["state"] == FAILED else None
+    return Verdict(aim, wanted, leg["reason"] or otherwise, is_met)
 
 
-def _speed_verdicts(
-    result: Record, leg: Record, run: str, scaling: float, precision: str
-) -> Iterator[Verdict]:
-    """Tokens/s against the floor, where there is one, and against one GPU."""
-    gpus, speed = result["gpus"], leg.get("tokens_per_second")
-    found = f"{number(speed)} tokens/s"
-    if run in AIMS and run == result["large"]:
+def _speed_verdicts(result: Record, size: str, scaling: float) -> Iterator[Verdict]:
+    """Tokens/s against the floor, where there is one, and against one GPU.
+
+    Args:
+        size: large or small.
+    """
+    run, gpus, leg = result[size], result["gpus"], result["legs"][size]
+    speed, alone = leg.get("tokens_per_second"), result["one_gpu"][run]
+    if run in AIMS:
         floor = AIMS[run]["tokens_per_second"] * gpus
-        aim, wanted = f"{run}: speed", f">= {floor:,.0f} tokens/s"
-        yield Verdict(aim, wanted, found, speed >= floor) if speed else _missing(aim, wanted, leg)
-    alone = result["one_gpu"][run]
-    aim = f"{run}: speed against one GPU"
+        found = (f"{speed:,.0f} tokens/s", speed >= floor) if speed else None
+        yield _judge(leg, f"{run}: speed", f">= {floor:,.0f} tokens/s", found)
     wanted = f">= {scaling * gpus:.2f} x {number(alone)} tokens/s"
+    found = None
     if speed and alone:
-        yield Verdict(aim, wanted, f"{speed / alone:.2f} x", speed >= scaling * gpus * alone)
-    else:
-        nothing = f"no row of one GPU in benchmarks/ ({run}, {precision}, {result['device']})"
-        yield _missing(aim, wanted, leg, nothing)
+        found = (f"{speed / alone:.2f} x", speed >= scaling * gpus * alone)
+    work = f"{run}, {result[f'{size}_precision']}, {result['device']}"
+    nothing = f"no row of one GPU in benchmarks/ ({work})"
+    yield _judge(leg, f"{run}: speed against one GPU", wanted, found, nothing)
 
 
-def _large_verdicts(result: Record, leg: Record) -> Iterator[Verdict]:
+def _large_verdicts(result: Record) -> Iterator[Verdict]:
     """Steadiness, sharding, and hours of the large run."""
-    run, gpus = result["large"], result["gpus"]
-    aim, wanted = f"{run}: p99 / median of the step time", f"< {MAX_P99_BY_MEDIAN}"
-    ratio = leg.get("p99_by_median")
-    if ratio:
-        yield Verdict(aim, wanted, f"{ratio:.3f}", ratio < MAX_P99_BY_MEDIAN)
-    else:
-        yield _missing(aim, wanted, leg)
-    expected = result["shard_mib"]
-    aim, wanted = f"{run}: m, v, master of each process", f"{expected:,.0f} MiB each"
-    memory = leg.get("memory_mib")
+    run, gpus, leg = result["large"], result["gpus"], result["legs"]["large"]
+    ratio, memory, hours = (leg.get(key) for key in ("p99_by_median", "memory_mib", "hours"))
+    found = (f"{ratio:.3f}", ratio < MAX_P99_BY_MEDIAN) if ratio else None
+    aim = f"{run}: p99 / median of the step time"
+    yield _judge(leg, aim, f"< {MAX_P99_BY_MEDIAN}", found)
+    expected, found = result["shard_mib"], None
     if memory:
         sizes = [memory[name] for name in SHARDED if memory[name] is not None]
-        is_met = all(abs(size / expected - 1) < SHARD_TOLERANCE for size in sizes)
         cells = ", ".join(f"{size:,.0f}" for size in sizes)
-        yield Verdict(aim, wanted, f"{cells} MiB (peak {peak(leg)})", is_met)
-    else:
-        yield _missing(aim, wanted, leg)
+        is_met = all(abs(size / expected - 1) < SHARD_TOLERANCE for size in sizes)
+        found = (f"{cells} MiB (peak {peak(leg)})", is_met)
+    aim = f"{run}: m, v, master of each process"
+    yield _judge(leg, aim, f"{expected:,.0f} MiB each", found)
     if run in AIMS:
         limit = AIMS[run]["gpu_hours"] / gpus
-        aim, wanted = f"{run}: the whole run", f"<= {limit:.1f} hours"
-        hours = leg.get("hours")
-        found = f"{number(hours, '.1f')} hours, {dollars(leg)}"
-        yield Verdict(aim, wanted, found, hours <= limit) if hours else _missing(aim, wanted, leg)
+        found = (f"{hours:.1f} hours, {dollars(leg)}", hours <= limit) if hours else None
+        yield _judge(leg, f"{run}: the whole run", f"<= {limit:.1f} hours", found)
 
 
-def _exposed_verdict(leg: Record) -> Verdict:
-    aim, wanted = (
-        "communication that hides behind nothing",
-        f"< {100 * MAX_EXPOSED:.0f} % of a step",
-    )
-    exposed = leg.get("exposed_share")
-    if exposed is None:
-        return _missing(aim, wanted, leg)
-    return Verdict(aim, wanted, share(exposed, 2), exposed < MAX_EXPOSED)
+def _exposed_verdict(result: Record) -> Verdict:
+    leg = result["legs"]["profile"]
+    exposed, found = leg.get("exposed_share"), None
+    if exposed is not None and result["gpus"] > 1:
+        found = (share(exposed, 2), exposed < MAX_EXPOSED)
+    aim = "communication that hides behind nothing"
+    return _judge(leg, aim, f"< {100 * MAX_EXPOSED:.0f} % of a step", found, "one GPU has none")
 
 
 def _equality_verdicts(legs: Record) -> Iterator[Verdict]:
     """Token ids and losses after each resumption, by the comparison that its leg made."""
     for name, title in (("resumed", "stopped, resumed"), ("halved", "resumed on half the GPUs")):
-        leg = legs[name]
-        ids, losses = f"{title}: token ids", f"{title}: losses"
-        wanted = f"within {MAX_LOSS_DIFFERENCE} nats"
+        leg, ids, losses = legs[name], None, None
         steps = [part for part in leg.get("compared", []) if part["num_steps"]]
-        if not steps or leg["state"] != "done":
-            yield _missing(ids, "those of an unbroken run", leg, "no step in common")
-            yield _missing(losses, wanted, leg, "no step in common")
-            continue
-        count = sum(part["num_steps"] for part in steps)
-        other = [p["first_step_of_other_tokens"] for p in steps]
-        other = [step for step in other if step is not None]
-        text = f"others from step {min(other)} on" if other else f"the same in {count} steps"
-        yield Verdict(ids, "those of an unbroken run", text, not other)
-        worst = max(part["largest_loss_difference"] for part in steps)
-        yield Verdict(losses, wanted, f"{worst:.2e} nats at most", worst <= MAX_LOSS_DIFFERENCE)
+        if steps and leg["state"] == DONE:
+            count = sum(part["num_steps"] for part in steps)
+            other = [part["first_step_of_other_tokens"] for part in steps]
+            other = [step for step in other if step is not None]
+            text = f"others from step {min(other)} on" if other else f"the same in {count} steps"
+            ids = (text, not other)
+            worst = max(part["largest_loss_difference"] for part in steps)
+            losses = (f"{worst:.2e} nats at most", worst <= MAX_LOSS_DIFFERENCE)
+        nothing = "no step in common"
+        yield _judge(leg, f"{title}: token ids", "those of an unbroken run", ids, nothing)
+        yield _judge(leg, f"{title}: losses", f"within {MAX_LOSS_DIFFERENCE} nats", losses, nothing)
 
 
 def _cleanliness_verdicts(legs: Record) -> Iterator[Verdict]:
-    """Nothing left behind, and no word of NCCL's watchdog, in all legs that ran."""
-    ran = [leg for leg in legs.values() if leg["state"] != "not run"]
+    """Nothing left behind, and no word of NCCL's watchdog, in all legs that began."""
+    began = [leg for leg in legs.values() if leg["seconds"]]
     keys = {"processes left behind": "leftovers", "lines of NCCL's watchdog": "watchdog"}
     for aim, key in keys.items():
-        lines = [line for leg in ran for line in leg[key]]
-        text = f"{len(lines)} in {len(ran)} legs" + (f": {lines[0][:80]}" if lines else "")
-        yield Verdict(aim, "none", text, not lines if ran else None)
+        lines = [line for leg in began for line in leg[key]]
+        text = f"{len(lines)} in {len(began)} legs" + (f": {lines[0][:80]}" if lines else "")
+        yield Verdict(aim, "none", text, not lines if began else None)
 
 
 # ---- as text --------------------------------------------------------------------------------
