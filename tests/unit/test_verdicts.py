@@ -266,4 +266,4 @@ def test_the_text_holds_every_leg_every_aim_and_what_a_run_would_cost():
         assert f"| {verdict.aim} " in text
     assert "no price configured" in text
     assert "$ 560" in result_text(changed("large", dollars=560.0))
-    assert "- fp8: losses within 0.0200 nats of bf16's, 30 steps." in text
+    assert "- fp8: losses within 2.00e-02 nats of bf16's, 30 steps." in text

@@ -335,7 +335,7 @@ def notes(result: Record) -> Iterator[str]:
         yield f"Stopped by TERM: {', '.join(stops)}."
     if second.get("largest_loss_difference") is not None:
         yield (
-            f"{result['second_precision']}: losses within {second['largest_loss_difference']:.4f} "
+            f"{result['second_precision']}: losses within {second['largest_loss_difference']:.2e} "
             f"nats of {result['large_precision']}'s, {second['num_steps']} steps."
         )
 
