@@ -26,8 +26,8 @@ def test_the_classifier_kernel_gives_the_plain_formulas_loss_and_gradient(dtype,
     targets[:2] = torch.tensor([0, VOCAB - 1])
     exact = logits.double().requires_grad_()
     loss = F.cross_entropy(exact[:, :VOCAB], targets, reduction="sum")
-    (loss * 0.125).backward()
-    ours, gradient = kernels.gradients_of_logits(logits.clone(), targets, VOCAB, 0.125)
+    loss.backward()
+    ours, gradient = kernels.gradients_of_logits(logits.clone(), targets, VOCAB)
     assert ours.item() == pytest.approx(loss.item(), rel=1e-5)
     assert distance(gradient, exact.grad) < limit
     assert gradient[:, VOCAB:].abs().max() == 0
@@ -39,7 +39,7 @@ def test_logits_as_large_as_bf16_allows_stay_finite():
     logits = torch.full((4, PADDED), -3e38, device="cuda", dtype=torch.bfloat16)
     logits[:, 7] = 3e38
     targets = torch.full((4,), 7, device="cuda")
-    loss, gradient = kernels.gradients_of_logits(logits, targets, VOCAB, 1.0)
+    loss, gradient = kernels.gradients_of_logits(logits, targets, VOCAB)
     assert loss.item() == 0 and gradient.isfinite().all()
 
 
@@ -49,7 +49,7 @@ def test_a_row_whose_largest_logit_comes_late_is_right():
     logits = torch.zeros(4, PADDED, device="cuda", dtype=torch.bfloat16)
     logits[:, 40000] = 300.0  # e^300 is more than float32 holds
     targets = torch.full((4,), 7, device="cuda")
-    loss, gradient = kernels.gradients_of_logits(logits, targets, VOCAB, 1.0)
+    loss, gradient = kernels.gradients_of_logits(logits, targets, VOCAB)
     assert loss.item() == pytest.approx(1200) and gradient[:, 40000].tolist() == [1.0] * 4
 
 
@@ -180,6 +180,46 @@ def test_a_linear_layer_in_fp8_is_near_the_plain_formula():
     exact = gradients_through(formulas.linear, [t.double() for t in inputs], [upstream.double()])
     for a, b in zip(ours, exact, strict=True):
         assert distance(a, b) < 6e-2
+
+
+@pytest.mark.parametrize("columns", [512, 960, 3072, 6400])
+def test_products_with_gelu_in_them_give_the_separate_kernels_values(columns):
+    from miniseries.model import fused_products, kernels
+
+    if not fused_products.quack():
+        pytest.skip("needs the package quack-kernels and a Hopper GPU")
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def drawn(*shape, scale=1.0):
+        values = torch.randn(shape, device="cuda", generator=generator) * scale
+        return values.bfloat16()
+
+    rows, upstream = drawn(1000, columns // 4 // 8 * 8), drawn(1000, columns // 4 // 8 * 8)
+    channels = rows.shape[1]
+    weight, bias = drawn(columns, channels, scale=0.05), drawn(columns)
+    proj_weight = drawn(channels, columns, scale=0.05)
+    hidden, active = fused_products.linear_gelu(rows, weight, bias)
+    exact = F.linear(rows.double(), weight.double(), bias.double())
+    assert distance(hidden, exact) < 4e-3
+    assert distance(active, F.gelu(exact, approximate="tanh")) < 4e-3
+    ours = fused_products.gelu_linear_backward(upstream, proj_weight, hidden)
+    theirs = kernels.gelu_backward(hidden, upstream @ proj_weight, True)
+    for a, b in zip(ours, theirs, strict=True):
+        assert distance(a, b.double()) < 6e-3
+
+
+def test_the_loss_in_one_pass_is_the_classifier_kernels():
+    from miniseries.model import fused_products, kernels
+
+    if not fused_products.quack():
+        pytest.skip("needs the package quack-kernels and a Hopper GPU")
+    logits = (torch.randn(333, PADDED, device="cuda") * 4).bfloat16()
+    targets = torch.randint(VOCAB, (333,), device="cuda")
+    theirs = kernels.gradients_of_logits(logits.clone(), targets, VOCAB)
+    ours = fused_products.gradients_of_logits(logits.clone(), targets, VOCAB)
+    assert ours[0].item() == pytest.approx(theirs[0].item(), rel=1e-5)
+    assert distance(ours[1], theirs[1].double()) < 4e-3
+    assert ours[1][:, VOCAB:].abs().max() == 0
 
 
 @pytest.mark.parametrize("backward", ["FlashAttention-4", "cuDNN"])

@@ -1,10 +1,13 @@
 """The GPU's formulas against the plain ones, by Triton's interpreter where there is no GPU."""
 
 import functools
+import importlib.util
+import sys
 import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from miniseries.model import formulas
 from miniseries.model.gpt import GPT, GPTConfig
@@ -124,21 +127,107 @@ def gradients_and_kept_bytes(block, recompute):
     return [*outputs, *torch.autograd.grad(outputs, leaves, upstreams)], sum(kept.values())
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_recomputing_changes_no_bit_and_keeps_what_is_planned(precision):
+@pytest.fixture
+def quack(monkeypatch):
+    """What `fused_products` calls, in plain PyTorch."""
+    from miniseries.model import fused_products
+
+    def linear_act(rows, weight, *, bias, activation, tuned, config):
+        assert activation == fused_products.GELU and not tuned
+        assert weight.shape[1] % config.tile_n == 0 or not config.pingpong
+        hidden = torch.addmm(bias, rows, weight)
+        return hidden, F.gelu(hidden, approximate="tanh")
+
+    def act_backward(upstream, weight, hidden, *, out, tuned, config):
+        for_active, x = upstream.float() @ weight.float(), hidden.float()
+        gradient = torch.ops.aten.gelu_backward(for_active, x, approximate="tanh")
+        out["D"].copy_(gradient)
+        out["postact"].copy_(F.gelu(x, approximate="tanh"))
+        return {**out, "dbias": gradient.sum(dim=0)}
+
+    def cross_entropy(logits, targets, _target_logits, losses, _lse, gradient, _weight, _ignored):
+        log_probabilities = F.log_softmax(logits.float(), dim=1)
+        losses.copy_(F.nll_loss(log_probabilities, targets, reduction="none"))
+        gradient.copy_(log_probabilities.exp() - F.one_hot(targets, logits.shape[1]))
+
+    config = types.SimpleNamespace
+    package = config(
+        config=config, linear_act=linear_act, act_backward=act_backward, cross_entropy=cross_entropy
+    )
+    monkeypatch.setattr(fused_products, "quack", lambda: package)
+    monkeypatch.setattr(fused_products, "SMALLEST", 16)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fused"])
+def test_recomputing_changes_no_bit_and_keeps_what_is_planned(precision, quack):
     from miniseries.model import fast_formulas, fp8_formulas
 
-    fast = {"bf16": fast_formulas, "fp8": fp8_formulas}[precision]
+    fast = fp8_formulas if precision == "fp8" else fast_formulas
+    mlp = fast_formulas.fused_norm_mlp if precision == "fused" else fast.norm_mlp
+    planned = KEPT_ELEMENTS["fp8" if precision == "fp8" else "bf16"]
+    planned = planned[1:2] + planned[1:] if precision == "fused" else planned
     torch.manual_seed(0)
     block = GPT(GPTConfig(1, 2, 32, 16, VOCAB, PADDED)).to(DEVICE, torch.bfloat16).h[0]
-    block.formulas = formulas.Formulas(norm_linear=fast.norm_linear, norm_mlp=fast.norm_mlp)
+    block.formulas = formulas.Formulas(norm_linear=fast.norm_linear, norm_mlp=mlp)
     expected, most = gradients_and_kept_bytes(block, 0)
-    figures = most - 16 * 2 * 32 * KEPT_ELEMENTS[precision][0]
+    figures = most - 16 * 2 * 32 * planned[0]
     assert 0 < figures <= 16 * 4 * 8  # of each row, in float32: of the norms, of attention
     for level in (1, 2) if precision == "bf16" else (2,):
         found, kept = gradients_and_kept_bytes(block, level)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), level
-        assert kept == figures + 16 * 2 * 32 * KEPT_ELEMENTS[precision][level]
+        assert kept == figures + 16 * 2 * 32 * planned[level]
+
+
+def test_fused_products_give_the_plain_layers_values_and_gradients(quack):
+    from miniseries.model import fast_formulas
+
+    inputs = layer_inputs(torch.bfloat16)
+    assert_same(
+        lambda *given: fast_formulas.fused_norm_mlp(*given, 0),
+        lambda *given: formulas.norm_mlp(*given, 0),
+        inputs,
+        2e-2,
+    )
+
+
+def test_tiles_are_as_wide_as_the_layer_can_be_divided(quack):
+    from miniseries.model import fused_products
+
+    package = fused_products.quack()
+    for columns, forward, backward in ((3072, 192, 256), (4096, 256, 256), (6400, 160, 160)):
+        found = fused_products._config(package, columns, fused_products.FORWARD_COLUMNS)
+        assert (found.tile_n, found.pingpong) == (forward, forward != 256)
+        found = fused_products._config(package, columns, fused_products.BACKWARD_COLUMNS)
+        assert (found.tile_n, found.pingpong) == (backward, backward != 256)
+
+
+def test_the_loss_in_one_pass_leaves_padding_out(quack):
+    from miniseries.model import fused_products
+
+    logits = randn(5, PADDED, scale=3.0)
+    targets = torch.tensor([0, 5, 700, 999, 3], device=DEVICE)
+    loss, gradient = fused_products.gradients_of_logits(logits.clone(), targets, VOCAB)
+    exact_loss, exact = formulas.gradients_of_logits(logits.double(), targets, VOCAB)
+    assert loss.item() == pytest.approx(exact_loss.item(), rel=1e-5)
+    assert distance(gradient, exact) < 1e-5
+    assert gradient[:, VOCAB:].abs().max() == 0
+
+
+def test_without_a_hopper_gpu_nothing_is_fused(monkeypatch):
+    from miniseries.model import fused_products
+
+    fused_products.quack.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert fused_products.quack() is None
+    fused_products.quack.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    with monkeypatch.context() as broken:
+        broken.setitem(sys.modules, "quack", types.ModuleType("quack"))
+        broken.setattr(importlib.util, "find_spec", lambda _name: True)
+        with pytest.warns(UserWarning, match="quack-kernels cannot be used .*quack.cross_entropy"):
+            assert fused_products.quack() is None
+    fused_products.quack.cache_clear()
 
 
 @pytest.mark.parametrize(("dtype", "limit"), PRECISIONS)
@@ -148,8 +237,8 @@ def test_loss_and_gradient_of_the_logits_are_the_plain_ones(dtype, limit):
     logits = randn(5, PADDED, dtype=dtype, scale=3.0)
     logits[1, 700] = 300  # more than e^x holds in float32, if nothing were subtracted
     targets = torch.tensor([0, 5, 700, 999, 3], device=DEVICE)
-    loss, gradient = kernels.gradients_of_logits(logits.clone(), targets, VOCAB, 0.25)
-    exact_loss, exact = formulas.gradients_of_logits(logits.double(), targets, VOCAB, 0.25)
+    loss, gradient = kernels.gradients_of_logits(logits.clone(), targets, VOCAB)
+    exact_loss, exact = formulas.gradients_of_logits(logits.double(), targets, VOCAB)
     assert loss.item() == pytest.approx(exact_loss.item(), rel=1e-5)
     assert distance(gradient, exact) < limit
     assert gradient[:, VOCAB:].abs().max() == 0
@@ -273,11 +362,15 @@ def test_a_device_without_our_kernels_compiles_no_more_when_the_loss_scale_chang
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     chosen = fast_formulas.choose()
-    logits, targets = randn(5, PADDED), torch.arange(5, device=DEVICE)
+    targets = torch.arange(5, device=DEVICE)
+    hidden, head = randn(5, 32).requires_grad_(), randn(PADDED, 32).requires_grad_()
+    found = []
     for scale in (2.0**16, 2.0**15, 0.3):
-        loss, gradient = chosen.gradients_of_logits(logits, targets, VOCAB, scale)
-        expected = formulas.gradients_of_logits(logits, targets, VOCAB, scale)
-        assert torch.equal(loss, expected[0]) and torch.equal(gradient, expected[1])
+        for which in (chosen, formulas.Formulas()):
+            loss = formulas.mean_loss(hidden, head, targets, VOCAB, which, scale)
+            found.append((loss, *torch.autograd.grad(loss, (hidden, head))))
+    for ours, plain in zip(found[::2], found[1::2], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
     assert counter.frame_count == 1
 
 

@@ -47,7 +47,7 @@ def recipe_of(row):
 
 @pytest.mark.parametrize(("device", "row"), measured_rows())
 def test_predicted_peaks_are_within_a_tenth_of_measured_ones(device, row):
-    more = {"recompute": row["recompute"]}
+    more = {"recompute": row["recompute"], "fused": "within" in row.get("mlp", "")}
     predicted = peak_gib(recipe_of(row), row["micro_batch"], row["processes"], **more)
     assert predicted == pytest.approx(row["peak_gib"], rel=0.1)
 

@@ -24,8 +24,9 @@ EXTRAS = [line for extra in PROJECT["optional-dependencies"].values() for line i
 # What a distribution is imported as, where that is not its own name.
 IMPORTED_AS = {"pyyaml": "yaml", "markdown-it-py": "markdown_it"}
 # Used where they are there, never required: Triton comes with PyTorch for NVIDIA GPUs, `cudnn` is
-# nvidia-cudnn-frontend and `flash_attn` flash-attn-4, of the extra `gpu`; lm_eval is of `harness`.
-OPTIONAL = {"triton", "cudnn", "flash_attn", "lm_eval"}
+# nvidia-cudnn-frontend, `flash_attn` flash-attn-4, `quack` quack-kernels, all of the extra `gpu`;
+# lm_eval is of `harness`.
+OPTIONAL = {"triton", "cudnn", "flash_attn", "quack", "lm_eval"}
 
 
 def plain(requirement: str) -> str:

@@ -13,6 +13,7 @@ CACHE_FOLDERS = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attention",
+    "QUACK_CACHE_DIR": "quack",
 }
 for _name, _folder in CACHE_FOLDERS.items():
     os.environ.setdefault(_name, str(Path("results/cache").absolute() / _folder))

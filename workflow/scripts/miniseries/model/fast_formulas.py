@@ -1,12 +1,11 @@
 """The formulas of `formulas.py` for NVIDIA GPUs: kernels with their gradients, and the choice."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from miniseries.model import cudnn_attention, formulas, kernels
+from miniseries.model import cudnn_attention, formulas, fused_products, kernels
 from miniseries.model.formulas import Formulas
 
 
@@ -44,30 +43,54 @@ class _NormLinear(torch.autograd.Function):
 
 
 class _NormMlp(torch.autograd.Function):
-    """As above; one kernel makes the gradients of GELU and of the bias before it."""
+    """As above; one kernel makes the gradients of GELU and of the bias before it.
+
+    With `fused` that kernel is the product before it, and makes GELU again for nothing.
+    """
 
     @staticmethod
     def forward(
-        ctx, x, delta, delta_bias, norm_weight, norm_bias, weight, bias, proj_weight, recompute
+        ctx,
+        x,
+        delta,
+        delta_bias,
+        norm_weight,
+        norm_bias,
+        weight,
+        bias,
+        proj_weight,
+        recompute,
+        fused,
     ):
         norm, normed = added_and_normed(x, delta, delta_bias, norm_weight, norm_bias)
-        hidden = F.linear(normed, weight, bias)
-        active = kernels.gelu(hidden)
-        kept = [normed, active][: 2 - recompute]
+        if fused:
+            hidden, active = fused_products.linear_gelu(normed, weight, bias)
+        else:
+            hidden = F.linear(normed, weight, bias)
+            active = kernels.gelu(hidden)
+        kept = [normed, active][: 2 - max(recompute, int(fused))]
         ctx.save_for_backward(*norm, weight, proj_weight, hidden, *kept)
+        ctx.fused = fused
         return norm[0].view_as(x), F.linear(active, proj_weight).view_as(x)
 
     @staticmethod
     def backward(ctx, residual, upstream):
         norm, (weight, proj_weight, hidden, *kept) = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
         rows = upstream.contiguous().flatten(0, -2)
-        gradient, for_bias, again = kernels.gelu_backward(hidden, rows @ proj_weight, len(kept) < 2)
+        if ctx.fused:
+            gradient, for_bias, again = fused_products.gelu_linear_backward(
+                rows, proj_weight, hidden
+            )
+        else:
+            gradient, for_bias, again = kernels.gelu_backward(
+                hidden, rows @ proj_weight, len(kept) < 2
+            )
         active = kept[1] if len(kept) == 2 else again
         for_proj_weight = rows.t() @ active
         for_norm, again = add_norm_gradients(norm, residual, gradient @ weight, not kept)
         normed = kept[0] if kept else again
         for_layer = gradient.t() @ normed, for_bias.to(weight.dtype)
-        return *for_norm, *for_layer, for_proj_weight, None
+        return *for_norm, *for_layer, for_proj_weight, None, None
 
 
 def added_and_normed(
@@ -119,20 +142,13 @@ def norm_linear(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def norm_mlp(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """See `formulas`."""
-    return _NormMlp.apply(*inputs)
+    return _NormMlp.apply(*inputs, False)
 
 
-def _compiled_gradients_of_logits() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The plain formula compiled; fp16's scale, which changes, is a tensor to it, no constant."""
-    compiled = torch.compile(formulas.gradients_of_logits, dynamic=False)
-
-    def gradients_of_logits(
-        logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        scale_of_step = torch.full((), scale, device=logits.device, dtype=torch.float32)
-        return compiled(logits, targets, vocab_size, scale_of_step)
-
-    return gradients_of_logits
+def fused_norm_mlp(x: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `formulas`; `fused_products` take bf16."""
+    is_fit = x.dtype == torch.bfloat16 and x.shape[-1] % fused_products.SMALLEST == 0
+    return _NormMlp.apply(x, *inputs, is_fit)
 
 
 def choose() -> Formulas:
@@ -140,7 +156,8 @@ def choose() -> Formulas:
     compiled_losses = torch.compile(formulas.losses_of_logits, dynamic=False)
     if torch.cuda.get_device_capability() < (8, 0):  # our kernels are tried on Hopper alone
         return Formulas(
-            losses_of_logits=compiled_losses, gradients_of_logits=_compiled_gradients_of_logits()
+            losses_of_logits=compiled_losses,
+            gradients_of_logits=torch.compile(formulas.gradients_of_logits, dynamic=False),
         )
     chosen: dict[str, Any] = {}
     if torch.cuda.get_device_capability() >= (9, 0):
@@ -149,11 +166,14 @@ def choose() -> Formulas:
     if cudnn_attention.is_available():
         chosen = {"attention": cudnn_attention.attention}
         chosen |= {"attention_name": cudnn_attention.describe()}
+    own_or_fused: Any = kernels
+    if fused_products.quack():
+        own_or_fused = fused_products
+        chosen |= {"norm_mlp": fused_norm_mlp, "mlp_name": fused_products.NAME}
     return Formulas(
         add_norm=add_norm,
         norm_linear=norm_linear,
-        norm_mlp=norm_mlp,
         losses_of_logits=compiled_losses,
-        gradients_of_logits=kernels.gradients_of_logits,
-        **chosen,
+        gradients_of_logits=own_or_fused.gradients_of_logits,
+        **({"norm_mlp": norm_mlp} | chosen),
     )

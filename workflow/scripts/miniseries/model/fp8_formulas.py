@@ -200,4 +200,4 @@ def choose(fast: Formulas) -> Formulas:
             f"precision fp8 needs a Hopper GPU or a newer one, and this is "
             f"{torch.cuda.get_device_name()}; set precision to bf16"
         )
-    return replace(fast, norm_linear=norm_linear, linear=linear, norm_mlp=norm_mlp)
+    return replace(fast, norm_linear=norm_linear, linear=linear, norm_mlp=norm_mlp, mlp_name="fp8")

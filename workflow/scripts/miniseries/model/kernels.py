@@ -39,7 +39,7 @@ def _sum_of_exponentials(row_ptr, reference, vocab_size, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _classifier_kernel(
-    logits_ptr, targets_ptr, losses_ptr, scale, num_rows,
+    logits_ptr, targets_ptr, losses_ptr, num_rows,
     vocab_size: tl.constexpr, padded_size: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -70,19 +70,19 @@ def _classifier_kernel(
             columns = start + first_columns
             x = tl.load(row_ptr + columns, mask=columns < vocab_size, other=float("-inf"))
             gradient = tl.exp(x.to(tl.float32) - logsumexp) - tl.where(columns == target, 1.0, 0.0)
-            stored = (gradient * scale).to(logits_ptr.dtype.element_ty)
+            stored = gradient.to(logits_ptr.dtype.element_ty)
             tl.store(row_ptr + columns, stored, mask=columns < padded_size)
 
 
 def gradients_of_logits(
-    logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, scale: float
+    logits: torch.Tensor, targets: torch.Tensor, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `formulas`; the gradient takes the place of the logits."""
     rows, padded_size = logits.shape
     losses = torch.empty(rows, device=logits.device, dtype=torch.float32)
     programs = num_programs(logits, CLASSIFIER_PROGRAMS_PER_PROCESSOR)
     _classifier_kernel[(programs,)](
-        logits, targets, losses, scale, rows, vocab_size, padded_size,
+        logits, targets, losses, rows, vocab_size, padded_size,
         CLASSIFIER_COLUMNS, num_warps=CLASSIFIER_WARPS,
     )  # fmt: skip
     return losses.sum(), logits

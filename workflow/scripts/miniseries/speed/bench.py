@@ -17,6 +17,7 @@ from miniseries.data.shards import VOCAB_SIZE, Manifest, load_manifest
 from miniseries.evaluation.choices import HELLASWAG_ITEMS, LLMC, Candidate, Question
 from miniseries.evaluation.scoring import choice_scores, warm_up
 from miniseries.metrics import write_json
+from miniseries.model.gpt import GPT
 from miniseries.speed.breakdown import break_down, record_trace, write_top_kernels
 from miniseries.speed.planning import counted_bytes, num_elements
 from miniseries.speed.rows import LADDER
@@ -171,6 +172,14 @@ def has_compiled() -> bool:
     return any(compile_counter("inductor", name) for name in names)
 
 
+def implementations(run: Trainer) -> dict[str, str]:
+    """What computes attention and the MLP; nothing for a model that is not ours."""
+    if not isinstance(run.model, GPT):
+        return {}
+    formulas = run.model.h[0].formulas
+    return {"attention": formulas.attention_name, "mlp": formulas.mlp_name}
+
+
 def measure_steps(job: Job) -> dict[str, Any]:
     """Take a first step, then the timed ones, then the profiled one.
 
@@ -186,6 +195,7 @@ def measure_steps(job: Job) -> dict[str, Any]:
         ready = time.time()
         result: dict[str, Any] = {
             "micro_batch": run.micro_batch,
+            **implementations(run),
             "first_step_after_seconds": ready - job.started,
             "was_cold": has_compiled(),
             "start": {

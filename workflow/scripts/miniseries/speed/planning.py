@@ -21,6 +21,9 @@ HEAD_ROWS = 16384  # rows whose logits exist at once on a GPU, see formulas.chun
 # sums 2, their norms 2, queries keys values 3, attention 1, before GELU 4 and after it 4. 1 drops
 # GELU, 2 the norms as well, and fp8 both in any case; a test holds all of them against the kernels
 KEPT_ELEMENTS = {"bf16": (16, 12, 10), "fp8": (10, 10, 10)}
+# Where GELU is made again within a product (`fused_products`), 0 keeps no more than 1: bf16, on
+# these, with the extra `gpu`
+FUSED_ON = ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H200")
 # Elements of C a token that the backward of one layer and the ends of the model hold for a moment:
 # fitted to the measured peaks
 PASSING_ELEMENTS = 20
@@ -72,7 +75,11 @@ def grad_accum_steps(recipe: dict[str, Any], micro_batch: int, processes: int) -
 
 
 def memory_parts(
-    recipe: dict[str, Any], micro_batch: int, processes: int = 1, recompute: int = 0
+    recipe: dict[str, Any],
+    micro_batch: int,
+    processes: int = 1,
+    recompute: int = 0,
+    fused: bool = False,
 ) -> dict[str, float]:
     """GiB that one GPU holds at the peak of a step, compiled, with this project's kernels.
 
@@ -80,11 +87,14 @@ def memory_parts(
         recipe: of a run's settings.
         micro_batch: sequences at once.
         recompute: 0, 1, or 2, as the machine's setting.
+        fused: whether the products make GELU again on their way.
     """
     size, channels = ELEMENT_BYTES[recipe["precision"]], recipe["channels"]
     elements, tokens = num_elements(recipe), micro_batch * recipe["sequence_length"]
     accumulates = grad_accum_steps(recipe, micro_batch, processes) != 1
-    kept = KEPT_ELEMENTS["fp8" if recipe["precision"] == "fp8" else "bf16"][recompute]
+    fused = fused and recipe["precision"] == "bf16"
+    by_level = KEPT_ELEMENTS["fp8" if recipe["precision"] == "fp8" else "bf16"]
+    kept = by_level[max(recompute, int(fused))]
     logits = min(tokens, HEAD_ROWS) * PADDED_VOCAB_SIZE * size
     head = PADDED_VOCAB_SIZE * channels
     own = 4 if recipe.get("master_weights", True) else size
@@ -189,7 +199,7 @@ def plan_row(
         the peak and speed that go with it; hours and dollars of the training steps alone.
     """
     recipe, machine = settings["recipe"], settings["machine"]
-    more = {"recompute": machine.get("recompute", 0)}
+    more = {"recompute": machine.get("recompute", 0), "fused": device in FUSED_ON}
     largest = largest_micro_batch(recipe, DEVICES[device].memory_gib, gpus, **more)
     row = {"run": settings["run"], "device": device, "gpus": gpus, "micro_batch": None}
     row |= {"largest_micro_batch": largest, "peak_gib": None, "tokens_per_second": None}

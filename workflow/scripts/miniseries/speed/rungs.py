@@ -73,7 +73,8 @@ class RungTrainer(Trainer):
         if rung.flash_attention:
             self.model.use(Formulas())
         else:
-            self.model.use(Formulas("plain, all scores in memory", plain_attention))
+            name = "plain, all scores in memory"
+            self.model.use(Formulas(attention=plain_attention, attention_name=name))
 
     def _model_config(self) -> GPTConfig:
         config = super()._model_config()

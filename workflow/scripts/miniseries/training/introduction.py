@@ -88,6 +88,7 @@ class Introduction:
             "compiled": self.compiled,
             "device": device_name(device) if device.type == "cuda" else on_cpu,
             "attention": self.model.formulas.attention_name,
+            "mlp": self.model.h[0].formulas.mlp_name,
         }
 
     def _start(self, journal: Journal, found: dict[str, str | None]) -> None:

@@ -1,0 +1,153 @@
+"""Matrix products with GELU or its gradient on their way out, and the loss in one pass.
+
+By quack-kernels, where it is installed and the GPU is a Hopper. GELU by itself reads and writes
+the widest activations once more each, forward and backward.
+"""
+
+import functools
+import importlib.util
+import logging
+import warnings
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch.library import custom_op
+
+from miniseries.model import kernels
+
+NAME = "GELU within the products, by quack-kernels"
+GELU = "gelu_tanh_approx"  # quack's name for the tanh form
+# Columns of the tiles that were the fastest on an H200, the first that divides the layer's; else
+# two groups of threads share a tile (LOG.md)
+FORWARD_COLUMNS, BACKWARD_COLUMNS = (192, 160), (160,)
+SMALLEST = 128  # channels; below it tiles would be mostly empty
+
+
+@functools.cache
+def quack() -> SimpleNamespace | None:
+    """What is used of the package; None where it is missing, fails, or gives wrong numbers."""
+    on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    if not on_hopper or importlib.util.find_spec("quack") is None:
+        return None
+    try:
+        # It names each kernel by what its source refers to, and with nvidia-cutlass-dsl 4.7 that
+        # is a logger, too, which must say that it changes nothing
+        logging.Logger.__quack_semantic_key__ = lambda logger: logger.name
+        from quack.cross_entropy import cross_entropy_fwd_out
+        from quack.epilogue.library import dgelu_dbias_mod
+        from quack.gemm_config import GemmConfig
+        from quack.gemm_interface import gemm_act
+
+        found = SimpleNamespace(
+            config=GemmConfig,
+            linear_act=gemm_act,
+            act_backward=dgelu_dbias_mod,
+            cross_entropy=cross_entropy_fwd_out,
+        )
+        _check(found)
+    except Exception as error:  # a package of compilers: it can fail in many ways
+        warnings.warn(f"quack-kernels cannot be used ({error}); all else stays", stacklevel=2)
+        return None
+    return found
+
+
+def _config(package: SimpleNamespace, columns: int, widths: tuple[int, ...]):
+    """How a product with so many columns is cut into tiles."""
+    width = next((w for w in widths if columns % w == 0), None)
+    return package.config(
+        tile_m=128,
+        tile_n=width or 256,
+        pingpong=width is not None,
+        cluster_m=2,
+        cluster_n=1,
+        swap_ab=False,
+        device_capacity=9,
+        is_dynamic_persistent=False,
+    )
+
+
+def _linear_gelu(package: SimpleNamespace, rows, weight, bias):
+    config = _config(package, len(weight), FORWARD_COLUMNS)
+    options = {"activation": GELU, "tuned": False, "config": config}
+    return package.linear_act(rows, weight.t(), bias=bias, **options)
+
+
+def _gelu_linear_backward(package: SimpleNamespace, upstream, proj_weight, hidden):
+    config = _config(package, hidden.shape[1], BACKWARD_COLUMNS)
+    out = {"D": torch.empty_like(hidden), "postact": torch.empty_like(hidden)}
+    options = {"out": out, "tuned": False, "config": config}
+    for_bias = package.act_backward(upstream, proj_weight, hidden, **options)["dbias"]
+    return out["D"], for_bias.float().view(-1), out["postact"]
+
+
+def _check(package: SimpleNamespace) -> None:
+    """Raise unless both products agree with the separate kernels on a few random rows."""
+    shapes = {"x": (256, 128), "weight": (512, 128), "bias": (512,), "proj_weight": (128, 512)}
+    generator = torch.Generator().manual_seed(0)
+    drawn = {
+        name: torch.randn(shape, generator=generator).to("cuda", torch.bfloat16)
+        for name, shape in shapes.items()
+    }
+    x, weight, bias, proj_weight = drawn.values()
+    hidden = F.linear(x, weight, bias)
+    gradient, for_bias, active = kernels.gelu_backward(hidden, x @ proj_weight, True)
+    pairs = zip(
+        (*_linear_gelu(package, x, weight, bias),
+         *_gelu_linear_backward(package, x, proj_weight, hidden)),
+        (hidden, active, gradient, for_bias, active),
+        strict=True,
+    )  # fmt: skip
+    for ours, theirs in pairs:
+        distance = (ours.double() - theirs.double()).norm() / theirs.double().norm()
+        if not distance < 1e-2:  # bf16's rounding: 4e-3
+            raise ValueError(f"its products are {distance:.1%} away from PyTorch's")
+
+
+@custom_op("miniseries::linear_gelu", mutates_args=())
+def linear_gelu(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A linear layer of (N, C), and tanh-GELU of it, both (N, F); weight (F, C), bias (F,)."""
+    return _linear_gelu(quack(), rows, weight, bias)
+
+
+@linear_gelu.register_fake
+def _(rows, weight, bias):
+    out = rows.new_empty(len(rows), len(weight))
+    return out, torch.empty_like(out)
+
+
+@custom_op("miniseries::gelu_linear_backward", mutates_args=())
+def gelu_linear_backward(
+    upstream: torch.Tensor, proj_weight: torch.Tensor, hidden: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Back through a linear layer of GELU.
+
+    Args:
+        upstream: (N, C), contiguous, by the layer's output.
+        proj_weight: (C, F).
+        hidden: (N, F), contiguous; what GELU was applied to.
+
+    Returns:
+        Gradient by `hidden`, (N, F); its sum over rows, (F,) float32; GELU of `hidden`, (N, F).
+    """
+    return _gelu_linear_backward(quack(), upstream, proj_weight, hidden)
+
+
+@gelu_linear_backward.register_fake
+def _(upstream, proj_weight, hidden):
+    for_bias = hidden.new_empty(hidden.shape[1], dtype=torch.float32)
+    return torch.empty_like(hidden), for_bias, torch.empty_like(hidden)
+
+
+def gradients_of_logits(
+    logits: torch.Tensor, targets: torch.Tensor, vocab_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `formulas`; reads a row once, and puts the gradient in its place."""
+    if logits.shape[1] % 8:  # without padding rows begin where no wide load can
+        return kernels.gradients_of_logits(logits, targets, vocab_size)
+    logits[:, vocab_size:] = float("-inf")  # so that padding takes no part
+    losses = torch.empty(len(logits), device=logits.device, dtype=torch.float32)
+    quack().cross_entropy(logits, targets, None, losses, None, logits, None, -100)
+    return losses.sum(), logits
