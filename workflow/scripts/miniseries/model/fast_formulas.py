@@ -146,9 +146,8 @@ def norm_mlp(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fused_norm_mlp(x: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `formulas`; `fused_products` take bf16."""
-    is_fit = x.dtype == torch.bfloat16 and x.shape[-1] % fused_products.SMALLEST == 0
-    return _NormMlp.apply(x, *inputs, is_fit)
+    """See `formulas`."""
+    return _NormMlp.apply(x, *inputs, fused_products.fit(x))
 
 
 def choose() -> Formulas:

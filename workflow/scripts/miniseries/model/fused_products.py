@@ -104,6 +104,12 @@ def _check(package: SimpleNamespace) -> None:
             raise ValueError(f"its products are {distance:.1%} away from PyTorch's")
 
 
+def fit(x: torch.Tensor) -> bool:
+    """Whether these products are for a stream like this one, (B, T, C)."""
+    channels = x.shape[-1]
+    return x.dtype == torch.bfloat16 and channels >= SMALLEST and channels % 8 == 0
+
+
 @custom_op("miniseries::linear_gelu", mutates_args=())
 def linear_gelu(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
