@@ -24,9 +24,9 @@ if __name__ == "__main__":
     parser.add_argument("--small-steps", type=int, default=100)
     parser.add_argument("--dataset", default="builtin-large")
     parser.add_argument(
-        "--budget-seconds", type=float, default=540, help="no leg begins or goes on after this"
+        "--budget-seconds", type=float, default=500, help="a leg at work is then ended, in 35 s"
     )
-    parser.add_argument("--legs", nargs="*", help="those to run now; all if not given")
+    parser.add_argument("--legs", nargs="+", help="those to run now; all if not given")
     parser.add_argument(
         "--configfile", type=Path, nargs="*", default=[], help="laid over config/config.yaml"
     )

@@ -79,7 +79,7 @@ class Course:
         record |= {"seconds": 0.0, "leftovers": [], "watchdog": []}
         if record["reason"] is None:
             record |= self._command(name, leg)
-            record = _figures(leg, record) | record
+            record |= _figures(leg, record)
         if leg.is_last and (record["state"] == DONE or leg.impossible):
             shutil.rmtree(leg.folder / "checkpoints", ignore_errors=True)
         return record

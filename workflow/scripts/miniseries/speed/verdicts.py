@@ -246,11 +246,11 @@ def _large_verdicts(result: Record) -> Iterator[Verdict]:
     expected, found = result["shard_mib"], None
     if memory:
         sizes = [memory[name] for name in SHARDED if memory[name] is not None]
-        cells = ", ".join(f"{size:,.0f}" for size in sizes)
+        cells = ", ".join(f"{size:,.1f}" for size in sizes)
         is_met = all(abs(size / expected - 1) < SHARD_TOLERANCE for size in sizes)
         found = (f"{cells} MiB (peak {peak(leg)})", is_met)
     aim = f"{run}: m, v, master of each process"
-    yield _judge(leg, aim, f"{expected:,.0f} MiB each", found)
+    yield _judge(leg, aim, f"{expected:,.1f} MiB each", found)
     if run in AIMS:
         limit = AIMS[run]["gpu_hours"] / gpus
         found = (f"{hours:.1f} hours, {dollars(leg)}", hours <= limit) if hours else None
