@@ -121,6 +121,26 @@ def test_legs_that_are_not_asked_for_wait_for_a_call_that_asks(commands, course)
     assert commands.calls == ["a", "b"]
 
 
+def test_what_an_earlier_call_found_of_a_leg_that_is_not_asked_for_is_kept(commands, course):
+    commands.is_late = {"a"}
+    both = {"one": Leg(["a"], figures=lambda: {"num_steps": 7}), "two": Leg(["b"])}
+    course().run(both)
+    record = course(asked=["two"]).run(both)["one"]
+    assert record["reason"].startswith("out of time before its end")
+    assert record["num_steps"] == 7
+
+
+def test_what_needs_a_leg_that_is_done_again_is_done_again(commands, course, tmp_path):
+    run = tmp_path / "run"
+    commands.effects["a"] = lambda: train(run, 0, 3)
+    chain = {"one": Leg(["a"], run), "two": Leg(["b"], needs=("one",))}
+    chain |= {"three": Leg(["c"], needs=("two",)), "four": Leg(["d"])}
+    course().run(chain)
+    (run / "metrics.jsonl").unlink()
+    course().run(chain)
+    assert commands.calls == ["a", "b", "c", "d", "a", "b", "c"]
+
+
 def test_nccl_s_watchdog_is_looked_for_in_a_leg_s_own_log_too(commands, course, tmp_path):
     commands.effects["a"] = lambda: (tmp_path / "row.log").write_text("fine\nNCCL watchdog\n")
     record = course().run({"one": Leg(["a"], log=tmp_path / "row.log")})["one"]

@@ -54,10 +54,12 @@ class Course:
             NCCL's watchdog (see `commands.Finished`), and the leg's own figures.
         """
         records: dict[str, Record] = {}
+        again: set[str] = set()  # what stands on these is done again, too
         for name, leg in legs.items():
             file = self.output / "legs" / f"{name}.json"
-            record = self._kept(file, leg)
+            record = None if again.intersection(leg.needs) else self._kept(name, leg, file)
             if record is None:
+                again.add(name)
                 record = self._run_leg(name, leg, records)
                 write_json(file, record | {"circumstances": self.circumstances})
             records[name] = record
@@ -65,14 +67,18 @@ class Course:
             print(f"{name}: {record['state']}{reason}, {record['seconds']:.1f} s", flush=True)
         return records
 
-    def _kept(self, file: Path, leg: Leg) -> Record | None:
-        """The record of a leg that an earlier call under the same circumstances has done."""
+    def _kept(self, name: str, leg: Leg, file: Path) -> Record | None:
+        """The record of an earlier call under the same circumstances, if it need not be bettered."""
         if not file.exists():
             return None
         record = read_json(file)
         is_there = leg.folder is None or (leg.folder / "metrics.jsonl").exists()
         is_same = record.pop("circumstances") == self.circumstances
-        return record if is_same and is_there and record["state"] == DONE else None
+        is_enough = record["state"] == DONE or not self._is_asked(name)
+        return record if is_same and is_there and is_enough else None
+
+    def _is_asked(self, name: str) -> bool:
+        return self.asked is None or name in self.asked
 
     def _run_leg(self, name: str, leg: Leg, before: dict[str, Record]) -> Record:
         record: Record = {"state": NOT_RUN, "reason": self._obstacle(name, leg, before)}
@@ -89,7 +95,7 @@ class Course:
         failed = [need for need in leg.needs if before[need]["state"] != DONE]
         if leg.impossible:
             return leg.impossible
-        if self.asked is not None and name not in self.asked:
+        if not self._is_asked(name):
             return "not asked for"
         if failed:
             return f"needs {failed[0]}, which is {before[failed[0]]['state']}"
