@@ -68,7 +68,7 @@ class Course:
         return records
 
     def _kept(self, name: str, leg: Leg, file: Path) -> Record | None:
-        """The record of an earlier call under the same circumstances, if it need not be bettered."""
+        """What an earlier call under the same circumstances found, if that is enough."""
         if not file.exists():
             return None
         record = read_json(file)
