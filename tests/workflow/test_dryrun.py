@@ -22,7 +22,7 @@ HUB = {"fetch_questions": 1, "list_shards": 1, "write_settings": 1, "train": 1}
         ("samples_tiny", TINY | {"export": 1, "write_samples": 1}),
         ("data_builtin", {"prepare_dataset": 1}),
         ("verify_builtin", {"prepare_dataset": 1}),
-        ("bench", {"prepare_dataset": 1, "measure_row": 12, "collect_bench": 1}),
+        ("bench", {"prepare_dataset": 1, "measure_row": 13, "collect_bench": 1}),
         ("profile", {"prepare_dataset": 1, "measure_row": 3, "write_profile": 1}),
         ("ladder", {"prepare_dataset": 1, "measure_rung": 8, "write_ladder": 1}),
         ("plan", {"write_plan": 1}),
