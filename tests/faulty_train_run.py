@@ -65,6 +65,19 @@ def slow_save() -> None:
     os.fsync = slow
 
 
+def slow_steps() -> None:
+    """Each step takes some time: a test that wants to be there in the middle does not come late."""
+    from miniseries.training.trainer import Trainer
+
+    train_step = Trainer.train_step
+
+    def slow(self, step):
+        time.sleep(SECONDS)
+        return train_step(self, step)
+
+    Trainer.train_step = slow
+
+
 def out_of_memory() -> None:
     """The second process has no memory for step 5 with more than two sequences at a time."""
     import torch
@@ -137,6 +150,8 @@ elif FAULT == "slow evaluation":
     slow_forward_in("evaluating")
 elif FAULT == "slow save":
     slow_save()
+elif FAULT == "slow steps":
+    slow_steps()
 elif FAULT == "out of memory":
     out_of_memory()
 elif FAULT == "greedy":

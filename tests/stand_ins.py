@@ -16,6 +16,7 @@ from miniseries.metrics import read_metrics, write_json
 
 PROJECT = Path(__file__).parents[1]
 TRAIN_SCRIPT = PROJECT / "workflow" / "scripts" / "train_run.py"
+FAULTY = PROJECT / "tests" / "faulty_train_run.py"  # the same with a fault
 
 
 def make_dataset(folder: Path, train_tokens: int = 20_000, val_tokens: int = 1_025) -> Path:

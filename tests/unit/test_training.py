@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from stand_ins import batch_hashes, losses, make_dataset, make_settings, train_command, train_here
+from stand_ins import (
+    FAULTY,
+    batch_hashes,
+    losses,
+    make_dataset,
+    make_settings,
+    train_command,
+    train_here,
+)
 
 from miniseries.data.shards import load_manifest
 from miniseries.metrics import read_json, read_metrics
@@ -150,12 +158,16 @@ def test_after_three_steps_all_ranks_gather_the_same_weights(manifest, tmp_path)
 
 def kill_at(folder, settings, manifest, step, number):
     """Start the run and send it a signal once `step` steps are in the metrics."""
-    process = subprocess.Popen(
-        train_command(settings, manifest, folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    deadline = time.monotonic() + 120
+    command = train_command(settings, manifest, folder)
+    command[1] = str(FAULTY)
+    slow = {**os.environ, "FAULT": "slow steps", "FAULT_SECONDS": "0.15"}  # or it ends too soon
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, env=slow, **pipe)
+    deadline = time.monotonic() + 300
     while len(read_metrics(folder / "metrics.jsonl").get("train", [])) < step:
-        assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            pytest.fail(process.communicate()[0].decode())
         time.sleep(0.02)
     os.kill(process.pid, number)
     output = process.communicate()[0].decode()

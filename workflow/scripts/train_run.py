@@ -4,12 +4,13 @@ Started by hand or by rule `train` it claims the folder and starts one process a
 torchrun it is one of those processes.
 """
 
-import argparse
-import os
 import signal
-from pathlib import Path
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # while modules load Ctrl-C is no traceback
+
+import argparse  # noqa: E402
+import os  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 from miniseries.metrics import run_main  # noqa: E402
 from miniseries.training.launcher import launch  # noqa: E402

@@ -127,16 +127,21 @@ class _Process:
             self.child.send_signal(number)
 
 
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
+def _reserved_port() -> socket.socket:
+    """A socket whose port no one else is given while it is open.
+
+    PyTorch's store can listen there all the same: both sockets allow it, and this one only holds.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder
 
 
-def _environments(processes: int) -> Iterator[dict[str, str]]:
+def _environments(processes: int, port: int) -> Iterator[dict[str, str]]:
     """What torchrun would set for each process of one node."""
     threads = max(1, num_cores() // processes)
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     shared |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     if processes > 1:
         shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
@@ -152,13 +157,15 @@ def supervise(command: list[str], processes: int, stall_seconds: float, ears: Ea
         stall_seconds: without a sign of life after which a process hangs.
         ears: of this process; a signal that came is passed on.
     """
-    group = [_Process(command, environment) for environment in _environments(processes)]
     outcome = Outcome([], 0)
-    try:
-        _watch(group, stall_seconds, ears, outcome)
-    finally:
-        for process in group:
-            process.send(signal.SIGKILL)
+    with _reserved_port() as holder:
+        environments = _environments(processes, holder.getsockname()[1])
+        group = [_Process(command, environment) for environment in environments]
+        try:
+            _watch(group, stall_seconds, ears, outcome)
+        finally:
+            for process in group:
+                process.send(signal.SIGKILL)
     outcome.codes = [process.child.wait() for process in group]
     for process in group:
         process.listen()
