@@ -5,9 +5,11 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,8 @@ from stand_ins import FAULTY, losses, make_dataset, make_settings, train_command
 from miniseries.metrics import read_json, read_metrics
 from miniseries.training import microbatch
 from miniseries.training.checkpoint import checkpoint_folder, load_model_weights, saved_steps
-from miniseries.training.supervisor import STOPPED, Ears, supervise
+from miniseries.training.launcher import freeze
+from miniseries.training.supervisor import STOPPED, Ears, _reserved_port, supervise
 
 LEAVES_WITHIN = 25.0  # seconds after a signal, at any moment
 SLOW_STEPS = {"fault": "slow steps", "FAULT_SECONDS": 0.2}  # so that a run is not over too soon
@@ -294,6 +297,43 @@ def test_a_save_slower_than_collectives_may_be_keeps_nobody_waiting_in_one(manif
     assert records[0]["training_waited_seconds"] < 5, "training goes on meanwhile"
     assert "imeout" not in said(tmp_path) and "Traceback" not in said(tmp_path), said(tmp_path)
     assert (tmp_path / "done.json").exists()
+
+
+@pytest.mark.slow
+def test_under_torchrun_a_hung_process_ends_the_job_when_a_collective_has_waited_too_long(
+    manifest, tmp_path
+):
+    settings = make_settings(tmp_path / "in.json", gpus=2, max_steps=2000, stall_seconds=5)
+    freeze(settings, manifest, tmp_path)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(FAULTY)]
+    command = train_command(settings, manifest, tmp_path)
+    command[1:2] = torchrun
+    with (tmp_path / "said.txt").open("w") as said_there:
+        limits = {**os.environ, "COLLECTIVE_SECONDS": "15"}  # an hour, where it is not set
+        process = subprocess.Popen(command, stdout=said_there, stderr=said_there, env=limits)
+    wait_until(lambda: steps_done(tmp_path) >= 6, process)
+    children = psutil.Process(process.pid).children()
+    (second,) = [child for child in children if child.environ().get("RANK") == "1"]
+    second.suspend()
+    began = time.monotonic()
+    assert process.wait(timeout=120) != 0
+    assert time.monotonic() - began > 10, "no sooner, whatever stall_seconds says"
+    assert saved_steps(tmp_path)[0] == 4 and "restart" not in read_metrics(
+        tmp_path / "metrics.jsonl"
+    )
+    assert_none_is_left(tmp_path)
+
+
+def test_the_port_of_a_run_is_nobody_else_s_and_free_for_its_processes():
+    with _reserved_port() as holder:
+        address = holder.getsockname()
+        with pytest.raises(OSError, match="in use"), socket.socket() as other:
+            other.bind(address)
+        store = torch.distributed.TCPStore(
+            *address, 1, is_master=True, timeout=timedelta(seconds=9)
+        )
+        store.set("key", "value")
+        assert store.get("key") == b"value"
 
 
 def test_processes_that_die_again_and_again_are_given_up(tmp_path):
