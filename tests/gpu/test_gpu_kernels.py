@@ -255,10 +255,12 @@ def test_a_compiled_model_with_kernels_has_the_plain_models_loss_and_gradients(
     model.init_weights(plain, 42)
     fast.load_state_dict(plain.state_dict())
     fast.to(dtype).compile(torch.device("cuda"), precision)
+    torch._dynamo.utils.counters.clear()
     tokens = torch.randint(VOCAB, (4, 129), device="cuda")
     losses = [m(tokens[:, :-1], tokens[:, 1:]) for m in (plain, fast)]
     for loss in losses:
         loss.backward()
+    assert not torch._dynamo.utils.counters["graph_break"], "a block is not compiled in one piece"
     assert losses[1].item() == pytest.approx(losses[0].item(), rel=loss_limit)
     for (name, a), b in zip(plain.named_parameters(), fast.parameters(), strict=True):
         if "c_attn.bias" not in name:  # its middle third, of the keys, has a gradient of zero

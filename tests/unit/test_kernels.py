@@ -109,8 +109,9 @@ def gradients_and_kept_bytes(block, recompute):
     """Gradients of a compiled block by its inputs and weights, and what it keeps for them."""
     torch._dynamo.reset()
     block.recompute = recompute
-    # the compiler without its code generation, which is the slow part
-    compiled = torch.compile(block, dynamic=False, backend="aot_eager_decomp_partition")
+    # the compiler without its code generation, which is the slow part; in one piece or not at all
+    backend = "aot_eager_decomp_partition"
+    compiled = torch.compile(block, dynamic=False, fullgraph=True, backend=backend)
     x = randn(1, 16, 32, dtype=torch.bfloat16)
     leaves = [t.requires_grad_() for t in (x, x.flip(1), x[0, 0].clone())] + [*block.parameters()]
     own = {t.untyped_storage().data_ptr() for t in leaves}

@@ -37,7 +37,7 @@ class _NormLinear(torch.autograd.Function):
     def backward(ctx, residual, upstream):
         norm, (weight, *kept) = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
         rows = upstream.contiguous().flatten(0, -2)
-        for_norm, again = add_norm_gradients(norm, residual, rows @ weight, not kept)
+        for_norm, again = add_norm_gradients(norm, residual, rows @ weight, len(kept) == 0)
         normed = kept[0] if kept else again
         return *for_norm, rows.t() @ normed, rows.sum(dim=0), None
 
@@ -87,7 +87,7 @@ class _NormMlp(torch.autograd.Function):
             )
         active = kept[1] if len(kept) == 2 else again
         for_proj_weight = rows.t() @ active
-        for_norm, again = add_norm_gradients(norm, residual, gradient @ weight, not kept)
+        for_norm, again = add_norm_gradients(norm, residual, gradient @ weight, len(kept) == 0)
         normed = kept[0] if kept else again
         for_layer = gradient.t() @ normed, for_bias.to(weight.dtype)
         return *for_norm, *for_layer, for_proj_weight, None, None

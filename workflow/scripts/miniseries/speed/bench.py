@@ -218,7 +218,8 @@ def time_steps(run: Trainer, steps: int) -> dict[str, Any]:
 
     Returns:
         Tokens/s (median, p10, p90), MFU by llm.c's formula, p99 by median of the steps' times,
-        share of the time in which a step waits for its tokens, compilations after step 3, loss.
+        share of the time in which a step waits for its tokens, compilations after step 3, places
+        where the compiler gave up and began anew, loss.
     """
     for step in range(1, UNTIMED_STEPS):
         run.train_step(step)
@@ -240,6 +241,7 @@ def time_steps(run: Trainer, steps: int) -> dict[str, Any]:
         "p99_by_median": float(np.percentile(seconds, 99)) / middle,
         "data_wait_share": wait.seconds / float(seconds.sum()),
         "recompiles_after_step_3": compile_counter("stats", "unique_graphs") - graphs,
+        "graph_breaks": sum(torch._dynamo.utils.counters["graph_break"].values()),
         "repetitions": steps,
         "loss_nats": timed[-1].loss,
     }
