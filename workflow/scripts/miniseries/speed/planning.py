@@ -26,7 +26,7 @@ KEPT_ELEMENTS = {"bf16": (16, 12, 10), "fp8": (10, 10, 10)}
 FUSED_ON = ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H200")
 # Elements of C a token that the backward of one layer and the ends of the model hold for a moment:
 # fitted to the measured peaks
-PASSING_ELEMENTS = 20
+PASSING_ELEMENTS = 5
 # Share of a GPU's memory that a run may take: the rest is for CUDA, cuBLAS, and fragments
 USABLE_SHARE = 0.92
 # Rates as shares of a device's bf16 peak and memory bandwidth, fitted to the H200's steps of
