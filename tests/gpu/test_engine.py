@@ -67,6 +67,16 @@ def said(folder):
     return (folder / "said.txt").read_text()
 
 
+def stop_after(process, folder, steps):
+    """TERM once so many steps are done; returns the step that was saved."""
+    while len(read_metrics(folder / "metrics.jsonl").get("train", [])) < steps:
+        assert process.poll() is None, said(folder)
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 130, said(folder)
+    return saved_steps(folder)[-1]
+
+
 def median_ms(records, first=10):
     return statistics.median(r["step_time_ms"] for r in records["train"][first:])
 
@@ -123,12 +133,7 @@ def test_deterministic_runs_are_equal_bit_by_bit_also_when_stopped(data, tmp_pat
     first = train(data, tmp_path / "first", **changes, deterministic=True)
     train(data, tmp_path / "second", **changes, deterministic=True)
     process = start(data, tmp_path / "stopped", **changes, deterministic=True)
-    while len(read_metrics(tmp_path / "stopped/metrics.jsonl").get("train", [])) < 25:
-        assert process.poll() is None, said(tmp_path / "stopped")
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 130
-    stopped_at = saved_steps(tmp_path / "stopped")[-1]
+    stopped_at = stop_after(process, tmp_path / "stopped", 25)
     train(data, tmp_path / "stopped", **changes, deterministic=True)
     slower = median_ms(first) / median_ms(fast) - 1
     print(
@@ -170,3 +175,20 @@ def test_two_gpus_survive_a_stop_and_a_killed_process(data, tmp_path):
     for ours, theirs in zip(two["train"], one["train"], strict=True):
         assert ours["train_loss_nats"] == pytest.approx(theirs["train_loss_nats"], abs=2e-3)
     print(f"\nlast losses {ours['train_loss_nats']:.6f} and {theirs['train_loss_nats']:.6f}")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_run_goes_on_with_one_gpu_and_with_two_again(data, tmp_path):
+    changes = D12 | {"max_steps": 40, "micro_batch": 32}
+    whole = train(data, tmp_path / "whole", **changes | {"gpus": 2})["train"]
+    folder, stops = tmp_path / "run", []
+    for gpus, steps in ((2, 8), (1, 20)):
+        process = start(data, folder, **changes | {"gpus": gpus})
+        stops.append(stop_after(process, folder, steps))
+    found = train(data, folder, **changes | {"gpus": 2})["train"]
+    assert [r["batch_hash"] for r in found] == [r["batch_hash"] for r in whole]
+    apart = [
+        abs(a["train_loss_nats"] - b["train_loss_nats"]) for a, b in zip(found, whole, strict=True)
+    ]
+    print(f"\nstopped at {stops} on 2 and 1 GPUs: the same batches, losses {max(apart):.1e} apart")
+    assert max(apart) < 2e-3

@@ -137,7 +137,7 @@ def flash_attention_4() -> Callable[..., Any] | None:
         )
         return None
     known = inspect.signature(_flash_attn_bwd).parameters
-    needed = {"q", "k", "v", "out", "dout", "lse", "causal", "deterministic", "dq", "dk", "dv"}
+    needed = {"q", "k", "v", "out", "dout", "lse", "causal", "dq", "dk", "dv"}
     return _flash_attn_bwd if needed <= set(known) else None
 
 
@@ -150,11 +150,8 @@ def attention_backward(
     (q, k, v), (dq, dk, dv) = qkv.unbind(2), gradient.unbind(2)
     backward = flash_attention_4()
     if backward is not None:
-        repeatable = torch.are_deterministic_algorithms_enabled()
-        backward(
-            q, k, v, out, upstream, stats.squeeze(-1),
-            causal=True, deterministic=repeatable, dq=dq, dk=dk, dv=dv,
-        )  # fmt: skip
+        figures = stats.squeeze(-1)
+        backward(q, k, v, out, upstream, figures, causal=True, dq=dq, dk=dk, dv=dv)
         return gradient
     batch, length, _, heads, size = qkv.shape
     graphs = _cudnn_attention(batch, length, heads, size)

@@ -150,8 +150,12 @@ def fused_norm_mlp(x: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, torch.T
     return _NormMlp.apply(x, *inputs, fused_products.fit(x))
 
 
-def choose() -> Formulas:
-    """The fastest implementations that this GPU and its software have."""
+def choose(with_extra: bool = True) -> Formulas:
+    """The fastest implementations that this GPU and its software have.
+
+    Args:
+        with_extra: whether the packages of the extra `gpu` may take part.
+    """
     compiled_losses = torch.compile(formulas.losses_of_logits, dynamic=False)
     if torch.cuda.get_device_capability() < (8, 0):  # our kernels are tried on Hopper alone
         return Formulas(
@@ -162,11 +166,11 @@ def choose() -> Formulas:
     if torch.cuda.get_device_capability() >= (9, 0):
         name = "PyTorch's; pip install -c constraints.txt '.[gpu]' makes it faster"
         chosen = {"attention_name": name}
-    if cudnn_attention.is_available():
+    if with_extra and cudnn_attention.is_available():
         chosen = {"attention": cudnn_attention.attention}
         chosen |= {"attention_name": cudnn_attention.describe()}
     own_or_fused: Any = kernels
-    if fused_products.quack():
+    if with_extra and fused_products.quack():
         own_or_fused = fused_products
         chosen |= {"norm_mlp": fused_norm_mlp, "mlp_name": fused_products.NAME}
     return Formulas(

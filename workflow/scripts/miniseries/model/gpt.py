@@ -133,8 +133,13 @@ class GPT(nn.Module):
         for block in self.h:
             block.recompute = level
 
-    def compile(self, device: torch.device, precision: str = "bf16") -> None:
+    def compile(
+        self, device: torch.device, precision: str = "bf16", with_extra: bool = True
+    ) -> None:
         """Take the fastest formulas for this device, and compile a block; all share its code.
+
+        Args:
+            with_extra: whether the packages of the extra `gpu` may take part.
 
         Raises:
             ValueError: this device cannot compute in this precision.
@@ -145,7 +150,7 @@ class GPT(nn.Module):
                 fp8_formulas,
             )
 
-            fast = fast_formulas.choose()
+            fast = fast_formulas.choose(with_extra)
             self.use(fast, fp8_formulas.choose(fast) if precision == "fp8" else fast)
         # with and without gradients, training, validation, questions of a few lengths
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch.nn.attention import SDPBackend
 
-from miniseries.model import cudnn_attention, formulas
+from miniseries.model import formulas
 from miniseries.model.gpt import GPT
 
 # cuDNN's backward and the memory-efficient one add up gradients in the order in which their
@@ -33,12 +33,7 @@ def enforce() -> None:
 
 
 def use_repeatable_attention(model: GPT) -> None:
-    """Attention by PyTorch, which keeps to `ATTENTION_BACKENDS`; our other kernels repeat as is.
-
-    So does FlashAttention-4's backward, when PyTorch is told to be deterministic.
-    """
-    if model.formulas.attention is not formulas.attention and cudnn_attention.flash_attention_4():
-        return
+    """Attention by PyTorch, which keeps to `ATTENTION_BACKENDS`; our other kernels repeat as is."""
     name = "PyTorch's FlashAttention-2, deterministic"
     repeatable = {"attention": formulas.attention, "attention_name": name}
     in_blocks = replace(model.h[0].formulas, **repeatable)
