@@ -226,6 +226,14 @@ def test_the_settings_that_the_run_was_started_with_count(tmp_path):
     assert table_of(tmp_path).loc[0, ["status", "max_steps"]].tolist() == ["finished", "2"]
 
 
+def test_a_run_is_stopped_until_it_goes_on(tmp_path):
+    stop = {"kind": "stop", "step": 2, "signal": "SIGTERM"}
+    make_run(tmp_path, "a", [train(0), train(1), stop], max_steps=7)
+    assert table_of(tmp_path).loc[0, "status"] == "stopped"
+    make_run(tmp_path, "b", [train(0), train(1), stop, train(2)], max_steps=7)
+    assert table_of(tmp_path).loc[1, "status"] == "running"
+
+
 def test_no_runs_give_the_header_alone(tmp_path):
     table = table_of(tmp_path)
     assert len(table) == 0 and table.columns[0] == "run"

@@ -385,8 +385,12 @@ def refuse_target(wildcards):
         "ladder",
         "plan",
         "compare",
+        "side_by_side",
     ]
+    wanted = wildcards.target
+    hint = f"did you mean train_{wanted}?" if wanted in TARGETS else suggest(wanted, known)
     raise WorkflowError(
-        f"there is no target {wildcards.target!r}; {suggest(wildcards.target, known)} "
-        f"Runs: {', '.join(TARGETS)}. Datasets: {', '.join(DATASETS)}."
+        f"there is no target {wanted!r}; {hint} "
+        f"Runs: {', '.join(TARGETS)}. Datasets: {', '.join(DATASETS)}. "
+        "Runs of a file of your own need its --configfile."
     )

@@ -9,9 +9,21 @@ from miniseries.metrics import read_json, run_main
 from miniseries.speed.rows import row_of_settings, run_row
 
 
-def given_row(text: str) -> dict[str, Any]:
-    """A row as JSON text, or as a file that holds it."""
-    return json.loads(text) if text.startswith("{") else read_json(Path(text))
+def bench(settings: Path | None, row: str | None, started: float | None, **arguments: Any) -> None:
+    """Measure a run's settings, or a row as JSON text or as a file that holds it.
+
+    Args:
+        started: when this process began, if it is the one that measures.
+    """
+    if settings:
+        found = row_of_settings(read_json(settings))
+    else:
+        found = json.loads(row) if row.startswith("{") else read_json(Path(row))
+    if started is None:
+        return run_row(found, **arguments)
+    from miniseries.speed.bench import measure  # loads PyTorch
+
+    return measure(found, started=started, **arguments)
 
 
 if __name__ == "__main__":
@@ -24,12 +36,4 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=12, help="timed steps; two more warm up")
     parser.add_argument("--profile", type=Path, help="folder for a trace and the top kernels")
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)  # of the measuring process
-    arguments = vars(parser.parse_args())
-    settings, row, started = (arguments.pop(name) for name in ("settings", "row", "started"))
-    row = given_row(row) if row else row_of_settings(read_json(settings))
-    if started is None:
-        run_main(run_row, row=row, **arguments)
-    else:
-        from miniseries.speed.bench import measure  # loads PyTorch
-
-        run_main(measure, row=row, started=started, **arguments)
+    run_main(bench, **vars(parser.parse_args()))

@@ -16,19 +16,21 @@ if __name__ == "__main__":
     )
     parser.add_argument("--gpus", type=int, help="number of GPUs; all visible ones if not given")
     parser.add_argument("--large", default="1558m", help="run that is stopped and resumed")
-    parser.add_argument("--large-steps", type=int, default=60)
+    parser.add_argument("--large-steps", type=int, default=60, help="of the run, 16 or more")
     parser.add_argument("--micro-batch", type=int, help="of the large run, if not its own")
     parser.add_argument("--second-precision", default="fp8", help="of the large run, once more")
-    parser.add_argument("--second-steps", type=int, default=30)
+    parser.add_argument("--second-steps", type=int, default=30, help="of that")
     parser.add_argument("--small", default="124m", help="run that is only timed")
-    parser.add_argument("--small-steps", type=int, default=100)
-    parser.add_argument("--dataset", default="builtin-large")
+    parser.add_argument("--small-steps", type=int, default=100, help="of that")
+    parser.add_argument("--dataset", default="builtin-large", help="what all of them train on")
     parser.add_argument(
         "--budget-seconds", type=float, default=500, help="a leg at work is then ended, in 35 s"
     )
-    parser.add_argument("--legs", nargs="+", help="those to run now; all if not given")
+    legs = "of data, large, stopped, resumed, halved, small, profile, fp8, export"
+    parser.add_argument("--legs", nargs="+", help=legs)
     parser.add_argument(
         "--configfile", type=Path, nargs="*", default=[], help="laid over config/config.yaml"
     )
-    parser.add_argument("--output", type=Path, default=Path("results/reference"))
+    folder = Path("results/reference")
+    parser.add_argument("--output", type=Path, default=folder, help="folder for all results")
     run_main(run_reference, **vars(parser.parse_args()))

@@ -116,9 +116,14 @@ def read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def run_main(function: Callable[..., Any], **arguments: Any) -> None:
-    """Call a script's one function; what the user can mend becomes one line and exit code 1."""
+    """Call a script's one function; what the user can mend becomes one line and exit code 1.
+
+    Ctrl-C ends it without a word, with exit code 130 as in a shell.
+    """
     try:
         function(**arguments)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+    except KeyboardInterrupt:  # Ctrl-C: where it came is of no use to anybody
+        raise SystemExit(130) from None

@@ -196,8 +196,9 @@ def check_frozen(settings: dict[str, Any], frozen: Path, manifest: Path) -> None
     if before and before != after:
         raise ValueError(
             f"run {run!r} was started on other tokens than {manifest.parent} holds now "
-            f"(fingerprint {before[:12]} -> {str(after)[:12]}).\nNothing in {folder} was touched. "
-            f"Bring the old shards and their manifest back; to train on the new tokens, {advice}"
+            f"(fingerprint {before[:12]} -> {str(after)[:12]}).\nNo checkpoint in {folder} was "
+            "touched. Bring the old shards and their manifest back. To train on the new tokens "
+            f"give them a dataset of their own, so that nothing is written over, and {advice}"
         )
 
 

@@ -130,6 +130,8 @@ def _sentence(run: Run, line: Baseline | None, kind: str) -> str:
     if not line.same_data:
         asked = run.data_set if kind == "val" else run.questions
         return f"{what}: no comparison with {name}, since this run was measured on {asked}."
+    if not run.metrics.get(kind):
+        return f"{what}: not measured yet."
     step = first_step_past(run, line, kind)
     if step is None:
         return f"{what}: not {word} {name} in {run.num_steps:,} steps."

@@ -103,11 +103,14 @@ class Run:
 
     @property
     def status(self) -> str:
-        """`not started`, `running` (or stopped on the way), or `finished`."""
+        """`not started`, `running` (or killed on the way), `stopped` by a signal, or `finished`."""
         if self.is_empty:
             return "not started"
         done = max((record["step"] for record in self.metrics.get("done", [])), default=-1)
-        return "finished" if done >= (self.recipe.get("max_steps") or 0) else "running"
+        if done >= (self.recipe.get("max_steps") or 0):
+            return "finished"
+        stopped = max((record["step"] for record in self.metrics.get("stop", [])), default=-1)
+        return "stopped" if stopped >= self.num_steps else "running"
 
     @property
     def size(self) -> str:

@@ -108,6 +108,7 @@ class Course:
         command = [sys.executable, "-m", "snakemake", *leg.targets, "--configfile"]
         command += [str(path.resolve()) for path in [*self.configfile, *leg.configfile]]
         log = self.output / f"{name}.txt"
+        print(f"{name}: begun; what it says goes to {log}", flush=True)
         first = newest_checkpoint(leg.folder) if leg.folder else 0
         term = None
         if leg.stop_after is not None:

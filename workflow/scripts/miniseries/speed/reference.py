@@ -21,9 +21,11 @@ import yaml
 
 from miniseries.metrics import read_json, read_metrics, write_json, write_text
 from miniseries.settings import resolve_runs, validate_config
+from miniseries.speed.bench import CPU_STEP_FLOPS
 from miniseries.speed.breakdown import exposed_share
 from miniseries.speed.comparison import read_devices
 from miniseries.speed.legs import FAILED, Course, Leg
+from miniseries.speed.planning import num_elements
 from miniseries.speed.rows import resolve_rows
 from miniseries.speed.rungs import missing_for_precision
 from miniseries.speed.tables import device_file
@@ -111,7 +113,12 @@ class Reference:
         unknown = [name for name in names if name not in runs]
         if unknown:
             raise ValueError(f"there is no run {', '.join(unknown)}; known: {', '.join(runs)}")
-        return {name: runs[name]["recipe"] for name in names}
+        recipes = {name: runs[name]["recipe"] for name in names}
+        for name, recipe in recipes.items():
+            flops = 6 * num_elements(recipe) * recipe["total_batch_tokens"] / NODE_GPUS
+            if self.device == "cpu" and flops > CPU_STEP_FLOPS:
+                raise ValueError(f"{name} needs a GPU, and there is none; name small runs instead")
+        return recipes
 
     def runs(self) -> dict[str, Record]:
         """The short runs, as entries of `runs:`."""
@@ -324,6 +331,8 @@ def run_reference(**arguments: Any) -> None:
     """
     options = Options(**arguments)
     reference = Reference(options)
+    where, most = f"{reference.gpus} x {reference.device}", f"{options.budget_seconds:.0f} s"
+    print(f"{where}; {len(reference.legs)} legs, at most {most}", flush=True)
     result = reference.run()
     for figure in (reference.root / "results/plots").glob(f"{PREFIX}*.png"):
         shutil.copy(figure, options.output)
