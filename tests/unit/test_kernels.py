@@ -157,6 +157,7 @@ def quack(monkeypatch):
     )
     monkeypatch.setattr(fused_products, "quack", lambda: package)
     monkeypatch.setattr(fused_products, "SMALLEST", 16)
+    monkeypatch.setattr(fused_products, "FEWEST_ROWS", 1)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "fused"])
@@ -194,10 +195,11 @@ def test_fused_products_give_the_plain_layers_values_and_gradients(quack):
 def test_all_four_sizes_take_fused_products_in_bf16():
     from miniseries.model import fused_products
 
-    fits = {c: fused_products.fit(randn(1, 1, c, dtype=torch.bfloat16)) for c in
+    fits = {c: fused_products.fit(randn(1, 256, c, dtype=torch.bfloat16)) for c in
             (64, 768, 1024, 1280, 1600)}  # fmt: skip
     assert fits == {64: False, 768: True, 1024: True, 1280: True, 1600: True}
-    assert not fused_products.fit(randn(1, 1, 768))
+    assert not fused_products.fit(randn(1, 256, 768))
+    assert not fused_products.fit(randn(1, 255, 768, dtype=torch.bfloat16))  # a sample's tokens
 
 
 def test_tiles_are_as_wide_as_the_layer_can_be_divided(quack):

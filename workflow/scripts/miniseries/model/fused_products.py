@@ -21,7 +21,8 @@ GELU = "gelu_tanh_approx"  # quack's name for the tanh form
 # Columns of the tiles that were the fastest on an H200, the first that divides the layer's; else
 # two groups of threads share a tile (LOG.md)
 FORWARD_COLUMNS, BACKWARD_COLUMNS = (192, 160), (160,)
-SMALLEST = 128  # channels; below it tiles would be mostly empty
+# Channels, and rows: below them tiles would be mostly empty, and nothing was tried
+SMALLEST, FEWEST_ROWS = 128, 256
 
 
 @functools.cache
@@ -106,8 +107,9 @@ def _check(package: SimpleNamespace) -> None:
 
 def fit(x: torch.Tensor) -> bool:
     """Whether these products are for a stream like this one, (B, T, C)."""
-    channels = x.shape[-1]
-    return x.dtype == torch.bfloat16 and channels >= SMALLEST and channels % 8 == 0
+    batch, length, channels = x.shape
+    large = channels >= SMALLEST and batch * length >= FEWEST_ROWS
+    return large and x.dtype == torch.bfloat16 and channels % 8 == 0
 
 
 @custom_op("miniseries::linear_gelu", mutates_args=())
