@@ -216,12 +216,12 @@ def test_tiles_are_as_wide_as_the_layer_can_be_divided(quack):
 def test_the_loss_in_one_pass_leaves_padding_out(quack):
     from miniseries.model import fused_products
 
-    logits = randn(5, PADDED, scale=3.0)
+    logits = randn(5, PADDED, dtype=torch.bfloat16, scale=3.0)
     targets = torch.tensor([0, 5, 700, 999, 3], device=DEVICE)
     loss, gradient = fused_products.gradients_of_logits(logits.clone(), targets, VOCAB)
     exact_loss, exact = formulas.gradients_of_logits(logits.double(), targets, VOCAB)
     assert loss.item() == pytest.approx(exact_loss.item(), rel=1e-5)
-    assert distance(gradient, exact) < 1e-5
+    assert distance(gradient, exact) < 4e-3
     assert gradient[:, VOCAB:].abs().max() == 0
 
 

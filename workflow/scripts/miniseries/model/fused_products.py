@@ -153,7 +153,8 @@ def gradients_of_logits(
     logits: torch.Tensor, targets: torch.Tensor, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `formulas`; reads a row once, and puts the gradient in its place."""
-    if logits.shape[1] % 8:  # without padding rows begin where no wide load can
+    # tried in bf16; and without padding rows begin where no wide load can
+    if logits.dtype != torch.bfloat16 or logits.shape[1] % 8:
         return kernels.gradients_of_logits(logits, targets, vocab_size)
     logits[:, vocab_size:] = float("-inf")  # so that padding takes no part
     losses = torch.empty(len(logits), device=logits.device, dtype=torch.float32)
