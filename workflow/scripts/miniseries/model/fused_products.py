@@ -27,7 +27,7 @@ SMALLEST, FEWEST_ROWS = 128, 256
 
 @functools.cache
 def quack() -> SimpleNamespace | None:
-    """What is used of the package; None where it is missing, fails, or gives wrong numbers."""
+    """What is used of the package; None where it is missing, fails, or multiplies wrongly."""
     on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     if not on_hopper or importlib.util.find_spec("quack") is None:
         return None
