@@ -388,7 +388,9 @@ def refuse_target(wildcards):
         "side_by_side",
     ]
     wanted = wildcards.target
-    hint = f"did you mean train_{wanted}?" if wanted in TARGETS else suggest(wanted, known)
+    hint = (
+        f"did you mean train_{wanted}?" if wanted in TARGETS else suggest(wanted, known)
+    )
     raise WorkflowError(
         f"there is no target {wanted!r}; {hint} "
         f"Runs: {', '.join(TARGETS)}. Datasets: {', '.join(DATASETS)}. "
