@@ -228,10 +228,13 @@ def init_weights(model: GPT, seed: int) -> None:
         drawn += [(block.mlp.c_fc.weight, INIT_STD), (block.mlp.c_proj.weight, residual_std)]
     for name, parameter in model.named_parameters():
         parameter.fill_(1.0 if ".ln_" in f".{name}" and name.endswith("weight") else 0.0)
+    # one for all: new memory is cleared page by page, an eighth of the time in all
+    room = torch.empty(max(parameter.numel() for parameter, _ in drawn))
     for parameter, std in drawn:
-        full = torch.zeros(parameter.shape)
+        full = room[: parameter.numel()].view(parameter.shape)
         rows = model.config.vocab_size if parameter is model.wte.weight else len(full)
         full[:rows].normal_(0.0, std, generator=generator)
+        full[rows:] = 0.0
         set_parameter(parameter, full)
 
 
