@@ -129,8 +129,8 @@ def gradients_and_kept_bytes(block, recompute):
 
 
 @pytest.fixture
-def quack(monkeypatch):
-    """What `fused_products` calls, in plain PyTorch."""
+def package():
+    """What `fused_products` takes from quack-kernels, in plain PyTorch."""
     from miniseries.model import fused_products
 
     def linear_act(rows, weight, *, bias, activation, tuned, config):
@@ -152,9 +152,16 @@ def quack(monkeypatch):
         gradient.copy_(log_probabilities.exp() - F.one_hot(targets, logits.shape[1]))
 
     config = types.SimpleNamespace
-    package = config(
+    return config(
         config=config, linear_act=linear_act, act_backward=act_backward, cross_entropy=cross_entropy
     )
+
+
+@pytest.fixture
+def quack(monkeypatch, package):
+    """`fused_products` with them, on small shapes, too."""
+    from miniseries.model import fused_products
+
     monkeypatch.setattr(fused_products, "quack", lambda: package)
     monkeypatch.setattr(fused_products, "SMALLEST", 16)
     monkeypatch.setattr(fused_products, "FEWEST_ROWS", 1)
@@ -238,6 +245,40 @@ def test_without_a_hopper_gpu_nothing_is_fused(monkeypatch):
         broken.setitem(sys.modules, "quack", types.ModuleType("quack"))
         broken.setattr(importlib.util, "find_spec", lambda _name: True)
         with pytest.warns(UserWarning, match="quack-kernels cannot be used .*quack.cross_entropy"):
+            assert fused_products.quack() is None
+    fused_products.quack.cache_clear()
+
+
+@pytest.mark.parametrize("fault", ["", "does not compile", "is wrong"])
+def test_a_package_whose_loss_fails_is_not_used_and_named_in_one_line(package, fault, monkeypatch):
+    from miniseries.model import fused_products
+
+    def cross_entropy(logits, *more):
+        if fault == "does not compile":
+            raise RuntimeError("no such instruction")
+        package.cross_entropy(logits, *more)
+        logits *= 1.1 if fault else 1
+
+    modules = {
+        "quack.cross_entropy": {"cross_entropy_fwd_out": cross_entropy},
+        "quack.epilogue.library": {"dgelu_dbias_mod": package.act_backward},
+        "quack.gemm_config": {"GemmConfig": package.config},
+        "quack.gemm_interface": {"gemm_act": package.linear_act},
+    }
+    for name in ("quack", "quack.epilogue", *modules):
+        module = types.ModuleType(name)
+        module.__dict__.update(modules.get(name, {}))
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: True)
+    monkeypatch.setattr(fused_products._check, "__defaults__", (DEVICE,))
+    fused_products.quack.cache_clear()
+    if not fault:
+        assert fused_products.quack().cross_entropy is cross_entropy
+    else:
+        reason = {"does not compile": "no such instruction", "is wrong": r"10\.\d% away"}[fault]
+        with pytest.warns(UserWarning, match=f"quack-kernels cannot be used .*{reason}"):
             assert fused_products.quack() is None
     fused_products.quack.cache_clear()
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.library import custom_op
 
+from miniseries.data.shards import PADDED_VOCAB_SIZE, VOCAB_SIZE
 from miniseries.model import kernels
 
 NAME = "GELU within the products, by quack-kernels"
@@ -27,7 +28,7 @@ SMALLEST, FEWEST_ROWS = 128, 256
 
 @functools.cache
 def quack() -> SimpleNamespace | None:
-    """What is used of the package; None where it is missing, fails, or multiplies wrongly."""
+    """What is used of the package; None where it is missing, fails, or computes wrongly."""
     on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     if not on_hopper or importlib.util.find_spec("quack") is None:
         return None
@@ -82,27 +83,38 @@ def _gelu_linear_backward(package: SimpleNamespace, upstream, proj_weight, hidde
     return out["D"], for_bias.float().view(-1), out["postact"]
 
 
-def _check(package: SimpleNamespace) -> None:
-    """Raise unless both products agree with the separate kernels on a few random rows."""
+def _gradients_of_logits(package: SimpleNamespace, logits, targets, vocab_size):
+    logits[:, vocab_size:] = float("-inf")  # so that padding takes no part
+    losses = torch.empty(len(logits), device=logits.device, dtype=torch.float32)
+    package.cross_entropy(logits, targets, None, losses, None, logits, None, -100)
+    return losses.sum(), logits
+
+
+def _check(package: SimpleNamespace, device: str = "cuda") -> None:
+    """Raise unless products and loss agree with the separate kernels on a few random rows."""
     shapes = {"x": (256, 128), "weight": (512, 128), "bias": (512,), "proj_weight": (128, 512)}
+    shapes["logits"] = (16, PADDED_VOCAB_SIZE)
     generator = torch.Generator().manual_seed(0)
     drawn = {
-        name: torch.randn(shape, generator=generator).to("cuda", torch.bfloat16)
+        name: torch.randn(shape, generator=generator).to(device, torch.bfloat16)
         for name, shape in shapes.items()
     }
-    x, weight, bias, proj_weight = drawn.values()
+    x, weight, bias, proj_weight, logits = drawn.values()
     hidden = F.linear(x, weight, bias)
     gradient, for_bias, active = kernels.gelu_backward(hidden, x @ proj_weight, True)
+    of_logits = torch.arange(len(logits), device=device), VOCAB_SIZE
+    loss, for_logits = kernels.gradients_of_logits(logits.clone(), *of_logits)
     pairs = zip(
         (*_linear_gelu(package, x, weight, bias),
-         *_gelu_linear_backward(package, x, proj_weight, hidden)),
-        (hidden, active, gradient, for_bias, active),
+         *_gelu_linear_backward(package, x, proj_weight, hidden),
+         *_gradients_of_logits(package, logits, *of_logits)),
+        (hidden, active, gradient, for_bias, active, loss, for_logits),
         strict=True,
     )  # fmt: skip
     for ours, theirs in pairs:
         distance = (ours.double() - theirs.double()).norm() / theirs.double().norm()
         if not distance < 1e-2:  # bf16's rounding: 4e-3
-            raise ValueError(f"its products are {distance:.1%} away from PyTorch's")
+            raise ValueError(f"its products or its loss are {distance:.1%} away from ours")
 
 
 def fit(x: torch.Tensor) -> bool:
@@ -156,7 +168,4 @@ def gradients_of_logits(
     # tried in bf16; and without padding rows begin where no wide load can
     if logits.dtype != torch.bfloat16 or logits.shape[1] % 8:
         return kernels.gradients_of_logits(logits, targets, vocab_size)
-    logits[:, vocab_size:] = float("-inf")  # so that padding takes no part
-    losses = torch.empty(len(logits), device=logits.device, dtype=torch.float32)
-    quack().cross_entropy(logits, targets, None, losses, None, logits, None, -100)
-    return losses.sum(), logits
+    return _gradients_of_logits(quack(), logits, targets, vocab_size)
