@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import re
 import sys
 import types
 
@@ -249,6 +250,23 @@ def test_without_a_hopper_gpu_nothing_is_fused(monkeypatch):
     fused_products.quack.cache_clear()
 
 
+def pretend_to_have(monkeypatch, package, modules):
+    """A Hopper GPU, and a package with these modules and what is taken from them."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: name == package or find_spec(name)
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    parents = {
+        ".".join(name.split(".")[:n]) for name in modules for n in range(1, name.count(".") + 1)
+    }
+    for name in {*parents, *modules}:
+        module = types.ModuleType(name)
+        module.__dict__.update(modules.get(name, {}))
+        monkeypatch.setitem(sys.modules, name, module)
+
+
 @pytest.mark.parametrize("fault", ["", "does not compile", "is wrong"])
 def test_a_package_whose_loss_fails_is_not_used_and_named_in_one_line(package, fault, monkeypatch):
     from miniseries.model import fused_products
@@ -265,13 +283,7 @@ def test_a_package_whose_loss_fails_is_not_used_and_named_in_one_line(package, f
         "quack.gemm_config": {"GemmConfig": package.config},
         "quack.gemm_interface": {"gemm_act": package.linear_act},
     }
-    for name in ("quack", "quack.epilogue", *modules):
-        module = types.ModuleType(name)
-        module.__dict__.update(modules.get(name, {}))
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: True)
+    pretend_to_have(monkeypatch, "quack", modules)
     monkeypatch.setattr(fused_products._check, "__defaults__", (DEVICE,))
     fused_products.quack.cache_clear()
     if not fault:
@@ -281,6 +293,67 @@ def test_a_package_whose_loss_fails_is_not_used_and_named_in_one_line(package, f
         with pytest.warns(UserWarning, match=f"quack-kernels cannot be used .*{reason}"):
             assert fused_products.quack() is None
     fused_products.quack.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("fault", "named", "chosen"),
+    [
+        ("", None, "backward FlashAttention-4"),
+        ("wrong", "FlashAttention-4 cannot be used .*10.0% away", "backward cuDNN"),
+        ("broken", "FlashAttention-4 cannot be used .*no plan", "backward cuDNN"),
+        ("no cuDNN", "nvidia-cudnn-frontend cannot be used .*no plan", "PyTorch's; pip install"),
+    ],
+)
+def test_attention_that_fails_when_it_is_tried_is_named_and_the_next_one_taken(
+    fault, named, chosen, monkeypatch, recwarn
+):
+    from miniseries.model import cudnn_attention, fast_formulas
+
+    def forward(qkv):
+        if fault == "no cuDNN":
+            raise RuntimeError("no plan")
+        return formulas.attention(qkv), torch.zeros(2, 4, 128, 1, device=DEVICE)
+
+    def cudnn_backward(qkv, _out, _stats, upstream):
+        leaf = qkv.detach().requires_grad_()
+        return torch.autograd.grad(formulas.attention(leaf), leaf, upstream)[0]
+
+    def flash_backward(q, k, v, out, upstream, figures, *, causal, dq, dk, dv):
+        assert causal and figures.shape == (2, 4, 128)
+        if fault == "broken":
+            raise RuntimeError("no plan")
+        gradient = cudnn_backward(torch.stack([q, k, v], dim=2), out, figures, upstream)
+        for place, part in zip((dq, dk, dv), gradient.unbind(2), strict=True):
+            place.copy_(part * (1.1 if fault == "wrong" else 1))
+
+    modules = {"flash_attn.cute.interface": {"_flash_attn_bwd": flash_backward}, "cudnn": {}}
+    for package in ("flash_attn", "cudnn"):
+        pretend_to_have(monkeypatch, package, modules)
+    monkeypatch.setattr(fast_formulas.fused_products, "quack", lambda: None)
+    monkeypatch.setattr(cudnn_attention, "_forward", forward)
+    monkeypatch.setattr(cudnn_attention, "_cudnn_backward", cudnn_backward)
+    monkeypatch.setattr(cudnn_attention._try, "__defaults__", (DEVICE,))
+    cached = (cudnn_attention._works, cudnn_attention.flash_attention_4)
+    for function in cached:
+        function.cache_clear()
+    assert chosen in fast_formulas.choose().attention_name
+    said = [str(warning.message) for warning in recwarn if "cannot be used" in str(warning.message)]
+    assert len(said) == (named is not None) and all(re.search(named, line) for line in said)
+    for function in cached:
+        function.cache_clear()
+
+
+def test_attention_of_heads_that_cudnn_does_not_take_is_pytorchs(monkeypatch):
+    from miniseries.model import cudnn_attention
+
+    taken = []
+    monkeypatch.setattr(
+        cudnn_attention._Attention, "apply", lambda qkv: taken.append(qkv.shape[-1])
+    )
+    for size in (8, 12, 64, 128, 136):
+        cudnn_attention.attention(randn(1, 2, 3, 1, size, dtype=torch.bfloat16))
+    cudnn_attention.attention(randn(1, 2, 3, 1, 64))
+    assert taken == [8, 64, 128]
 
 
 @pytest.mark.parametrize(("dtype", "limit"), PRECISIONS)

@@ -6,7 +6,6 @@ FlashAttention-4 is installed the backward is its: on Hopper it takes 0.8 of cuD
 
 import functools
 import importlib.util
-import inspect
 import math
 import warnings
 from collections.abc import Callable
@@ -15,6 +14,8 @@ from typing import Any
 import torch
 
 from miniseries.model import formulas
+
+LARGEST_HEAD = 128  # channels, a multiple of 8: more is not for every backward
 
 
 class _CudnnAttention:
@@ -101,15 +102,51 @@ def _cudnn_attention(batch: int, length: int, heads: int, size: int) -> _CudnnAt
     return _CudnnAttention(batch, length, heads, size)
 
 
-@torch.library.custom_op("miniseries::attention", mutates_args=())
-def attention_forward(qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of (B, T, 3, H, D) bf16; (B, T, H, D), and what the backward needs."""
+def _try(backward: Callable[..., torch.Tensor], device: str = "cuda") -> None:
+    """Raise unless cuDNN's forward and this backward agree with PyTorch's attention."""
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(2, 128, 3, 4, 64, generator=generator).to(device, torch.bfloat16)
+    exact = qkv.float().requires_grad_()
+    expected = formulas.attention(exact)
+    upstream = torch.randn(expected.shape, generator=generator).to(device, torch.bfloat16)
+    (for_exact,) = torch.autograd.grad(expected, exact, upstream.float())
+    out, stats = _forward(qkv)
+    gradient = backward(qkv, out, stats, upstream)
+    for ours, theirs in ((out, expected), (gradient, for_exact)):
+        distance = (ours.double() - theirs.double()).norm() / theirs.double().norm()
+        if not distance < 2e-2:  # bf16's rounding: 4e-3
+            raise ValueError(f"it is {distance:.1%} away from PyTorch's")
+
+
+def _forward(qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     batch, length, _, heads, size = qkv.shape
     out = qkv.new_empty(batch, length, heads, size)
     stats = torch.empty(batch, heads, length, 1, device=qkv.device, dtype=torch.float32)
     graphs = _cudnn_attention(batch, length, heads, size)
     graphs.run(graphs.forward, graphs.forward_tensors, (*qkv.unbind(2), out, stats))
     return out, stats
+
+
+def _cudnn_backward(qkv, out, stats, upstream) -> torch.Tensor:
+    gradient = torch.empty_like(qkv)
+    batch, length, _, heads, size = qkv.shape
+    graphs = _cudnn_attention(batch, length, heads, size)
+    tensors = (*qkv.unbind(2), out, upstream, stats, *gradient.unbind(2))
+    graphs.run(graphs.backward, graphs.backward_tensors, tensors)
+    return gradient
+
+
+def _flash_backward(function: Callable[..., Any], qkv, out, stats, upstream) -> torch.Tensor:
+    gradient = torch.empty_like(qkv)
+    (q, k, v), (dq, dk, dv) = qkv.unbind(2), gradient.unbind(2)
+    function(q, k, v, out, upstream, stats.squeeze(-1), causal=True, dq=dq, dk=dk, dv=dv)
+    return gradient
+
+
+@torch.library.custom_op("miniseries::attention", mutates_args=())
+def attention_forward(qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of (B, T, 3, H, D) bf16; (B, T, H, D), and what the backward needs."""
+    return _forward(qkv)
 
 
 @attention_forward.register_fake
@@ -120,7 +157,7 @@ def _(qkv):
 
 
 @functools.cache
-def flash_attention_4() -> Callable[..., Any] | None:
+def flash_attention_4() -> Callable[..., torch.Tensor] | None:
     """FlashAttention-4's backward, which takes what cuDNN's forward leaves; None without it.
 
     The package names it as its own business: no public function does one without the other.
@@ -130,15 +167,16 @@ def flash_attention_4() -> Callable[..., Any] | None:
         return None
     try:
         from flash_attn.cute.interface import _flash_attn_bwd
+
+        backward = functools.partial(_flash_backward, _flash_attn_bwd)
+        _try(backward)
     except Exception as error:  # a package of compilers: it can fail in many ways
         warnings.warn(
-            f"FlashAttention-4 cannot be loaded ({error}); attention's backward stays with cuDNN",
+            f"FlashAttention-4 cannot be used ({error}); attention's backward stays with cuDNN",
             stacklevel=2,
         )
         return None
-    known = inspect.signature(_flash_attn_bwd).parameters
-    needed = {"q", "k", "v", "out", "dout", "lse", "causal", "dq", "dk", "dv"}
-    return _flash_attn_bwd if needed <= set(known) else None
+    return backward
 
 
 @torch.library.custom_op("miniseries::attention_backward", mutates_args=())
@@ -146,18 +184,7 @@ def attention_backward(
     qkv: torch.Tensor, out: torch.Tensor, stats: torch.Tensor, upstream: torch.Tensor
 ) -> torch.Tensor:
     """Gradient by (B, T, 3, H, D) queries, keys and values."""
-    gradient = torch.empty_like(qkv)
-    (q, k, v), (dq, dk, dv) = qkv.unbind(2), gradient.unbind(2)
-    backward = flash_attention_4()
-    if backward is not None:
-        figures = stats.squeeze(-1)
-        backward(q, k, v, out, upstream, figures, causal=True, dq=dq, dk=dk, dv=dv)
-        return gradient
-    batch, length, _, heads, size = qkv.shape
-    graphs = _cudnn_attention(batch, length, heads, size)
-    tensors = (q, k, v, out, upstream, stats, dq, dk, dv)
-    graphs.run(graphs.backward, graphs.backward_tensors, tensors)
-    return gradient
+    return (flash_attention_4() or _cudnn_backward)(qkv, out, stats, upstream)
 
 
 @attention_backward.register_fake
@@ -180,15 +207,29 @@ class _Attention(torch.autograd.Function):
 
 def attention(qkv: torch.Tensor) -> torch.Tensor:
     """See `formulas`; cuDNN through its front end when training in bf16, else PyTorch's choice."""
-    if qkv.dtype == torch.bfloat16 and torch.is_grad_enabled():
+    size = qkv.shape[-1]
+    fits = size % 8 == 0 and size <= LARGEST_HEAD
+    if fits and qkv.dtype == torch.bfloat16 and torch.is_grad_enabled():
         return _Attention.apply(qkv)
     return formulas.attention(qkv)
 
 
 def is_available() -> bool:
-    """Whether the package nvidia-cudnn-frontend is installed and the GPU is Hopper or newer."""
-    found = importlib.util.find_spec("cudnn") is not None
-    return found and torch.cuda.get_device_capability() >= (9, 0)
+    """Whether the GPU is Hopper or newer, and nvidia-cudnn-frontend is installed and works."""
+    on_hopper = torch.cuda.get_device_capability() >= (9, 0)
+    return on_hopper and importlib.util.find_spec("cudnn") is not None and _works()
+
+
+@functools.cache
+def _works() -> bool:
+    try:
+        _try(_cudnn_backward)
+    except Exception as error:  # a library that is missing, or older than its front end
+        warnings.warn(
+            f"nvidia-cudnn-frontend cannot be used ({error}); attention is PyTorch's", stacklevel=2
+        )
+        return False
+    return True
 
 
 def describe() -> str:
