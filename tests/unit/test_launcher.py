@@ -16,7 +16,15 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from stand_ins import FAULTY, losses, make_dataset, make_settings, train_command, train_here
+from stand_ins import (
+    FAULTY,
+    TRAIN_SCRIPT,
+    losses,
+    make_dataset,
+    make_settings,
+    train_command,
+    train_here,
+)
 
 from miniseries.metrics import read_json, read_metrics
 from miniseries.training import microbatch
@@ -25,6 +33,7 @@ from miniseries.training.launcher import freeze
 from miniseries.training.supervisor import STOPPED, Ears, _reserved_port, supervise
 
 LEAVES_WITHIN = 25.0  # seconds after a signal, at any moment
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(TRAIN_SCRIPT.parent)}
 SLOW_STEPS = {"fault": "slow steps", "FAULT_SECONDS": 0.2}  # so that a run is not over too soon
 
 
@@ -77,6 +86,38 @@ def workers(process):
 def assert_none_is_left(folder):
     listing = subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True)
     assert listing.stdout == ""
+
+
+def test_a_process_whose_launcher_dies_while_it_loads_leaves_the_run_alone(manifest, tmp_path):
+    process = start(make_settings(tmp_path / "in.json", max_steps=10000), manifest, tmp_path)
+    wait_until(lambda: workers(process), process)
+    (orphan,) = workers(process)
+    process.kill()
+    process.wait()
+    assert not psutil.wait_procs([orphan], timeout=60)[1]
+    assert not (tmp_path / "metrics.jsonl").exists(), "the next launcher has the folder to itself"
+
+
+def test_a_run_that_was_stopped_as_by_ctrl_z_does_not_count_as_hanging(tmp_path):
+    busy = "import os, time\nos.write(int(os.environ['MINISERIES_HEARTBEAT']), b's')\n"
+    busy += "while time.process_time() < 1.5: pass"
+    program = "import sys; from miniseries.training.supervisor import Ears, supervise\n"
+    program += (
+        "with Ears() as ears: print(supervise([sys.executable, '-c', sys.argv[1]], 1, 3, ears))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, busy], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
+    wait_until(lambda: psutil.Process(process.pid).children(), process)
+    time.sleep(0.5)
+    both = [psutil.Process(process.pid), *psutil.Process(process.pid).children()]
+    for each in both:
+        each.suspend()
+    time.sleep(4)
+    for each in both:
+        each.resume()
+    outcome = process.communicate(timeout=60)[0]
+    assert "codes=[0]" in outcome and "silent=[]" in outcome, outcome
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -27,6 +27,7 @@ CRASHED = 70
 
 GRACE_SECONDS = 21.0  # to save after a signal; all is over within 25
 SECONDS_FOR_THE_OTHERS = 3.0  # to come to an end of their own when one process has failed
+AWAY_SECONDS = 2.0  # a launcher that looks so seldom was itself stopped, as by Ctrl-Z
 START_SECONDS = 1800.0  # until the first step: reading a checkpoint, compiling
 BEAT, STEP = b".", b"s"
 PIPE = "MINISERIES_HEARTBEAT"
@@ -40,10 +41,18 @@ class Heartbeat:
         self.pipe = int(os.environ.get(PIPE, -1))
 
     def beat(self, kind: bytes = BEAT) -> None:
-        """Say that this process goes on; `STEP` after a whole optimizer step."""
-        if self.pipe >= 0:
-            with contextlib.suppress(OSError):  # nobody reads, or not fast enough
-                os.write(self.pipe, kind)
+        """Say that this process goes on; `STEP` after a whole optimizer step.
+
+        Without a launcher it ends: that one's lock on the run's folder has gone with it.
+        """
+        if self.pipe < 0:
+            return
+        try:
+            os.write(self.pipe, kind)
+        except BlockingIOError:  # not read fast enough
+            pass
+        except BrokenPipeError:
+            os._exit(CRASHED)
 
 
 def signals_heard() -> list[signal.Signals]:
@@ -176,11 +185,16 @@ def supervise(command: list[str], processes: int, stall_seconds: float, ears: Ea
 
 def _watch(group: list[_Process], stall_seconds: float, ears: Ears, outcome: Outcome) -> None:
     """Return when all have ended, or when those that have not are to be killed."""
-    deadline, is_told = float("inf"), False
+    deadline, is_told, looked = float("inf"), False, time.monotonic()
     pipes = {process.listening: process for process in group}
     while any(process.child.poll() is None for process in group):
         for pipe in select.select(list(pipes), [], [], 0.1)[0]:
             pipes[pipe].listen()
+        away, looked = time.monotonic() - looked, time.monotonic()
+        if away > AWAY_SECONDS:  # and so were the others, who could give no sign of life
+            deadline += away
+            for process in group:
+                process.last_beat = looked
         # a closed pipe is always ready: its process has ended
         pipes = {pipe: p for pipe, p in pipes.items() if p.child.poll() is None}
         if ears.heard and not is_told:

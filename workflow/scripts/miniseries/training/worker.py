@@ -15,7 +15,7 @@ from miniseries.metrics import die_with_parent, read_json
 from miniseries.training import determinism
 from miniseries.training.assembly import attention_kernels
 from miniseries.training.distributed import start_world
-from miniseries.training.supervisor import CRASHED, OUT_OF_MEMORY, STOPPED
+from miniseries.training.supervisor import CRASHED, OUT_OF_MEMORY, STOPPED, Heartbeat
 from miniseries.training.trainer import Trainer
 
 
@@ -29,6 +29,7 @@ def train(manifest: Path, questions: Path | None, folder: Path, done: Path) -> N
             of the machine, after which the launcher starts all processes again.
     """
     die_with_parent()
+    Heartbeat().beat()  # the launcher may have died while PyTorch was loading
     faulthandler.register(signal.SIGUSR1)  # the launcher asks where a process hangs
     trainer = None
     try:
