@@ -69,7 +69,8 @@ def test_a_damaged_shard_is_fetched_again(hub, shard, tmp_path):
 def test_an_unavailable_server_is_asked_again(hub, shard, tmp_path, method, capfd):
     hub.faults[method, shard[0]] = [(503, {}), (503, {})]
     fetched(shard, tmp_path / "d")
-    assert "try 2 of 4" in capfd.readouterr().err
+    said = f"cannot fetch {REPOSITORY}/{shard[0]}, trying again in 0 s (2 of 4): Server error"
+    assert said in capfd.readouterr().err
 
 
 def test_a_server_that_asks_for_a_pause_gets_it(hub, shard, tmp_path, monkeypatch):
@@ -291,6 +292,18 @@ def test_a_list_is_asked_for_again_and_an_empty_one_is_refused(hub, tmp_path):
     assert len(listed(hub, tmp_path)["files"]) == 1
     with pytest.raises(ValueError, match=r"no file of it matches nothing/\*; check `files`"):
         listed(hub, tmp_path, files=["nothing/*"])
+
+
+def test_a_list_that_was_lost_to_a_wrong_setting_comes_back_without_the_network(hub, tmp_path):
+    hub.files["sample/a.parquet"] = b"x"
+    before = listed(hub, tmp_path)
+    (tmp_path / "files.json").unlink()  # as Snakemake does before a job
+    with pytest.raises(ValueError, match="no file of it matches"):
+        listed(hub, tmp_path, files=["nothing/*"])
+    hub.always["API", ""] = (503, {})
+    assert listed(hub, tmp_path) == before
+    with pytest.raises(OSError, match="failed 4 times"):
+        listed(hub, tmp_path, num_files=1)
 
 
 def test_progress_tells_bytes_pace_and_time_left(monkeypatch):

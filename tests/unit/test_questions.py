@@ -104,6 +104,12 @@ def test_questions_come_from_the_hubs_parquet_with_the_label_as_a_number(hub, tm
     fetch_questions(REPOSITORY, output, "main", **FAST)
     assert [json.loads(line) for line in output.read_text().splitlines()] == [QUESTION] * 2
     assert [path.name for path in output.parent.iterdir() if path.is_file()] == ["hellaswag.jsonl"]
+    output.unlink()  # as Snakemake does before a job
+    with pytest.raises(ValueError, match="no such file"):
+        hub.files.clear()
+        fetch_questions("someone/else", output, "main", **FAST)
+    fetch_questions(REPOSITORY, output, "main", **FAST)
+    assert json.loads(output.read_text().splitlines()[0]) == QUESTION, "as it was answered before"
 
 
 def test_questions_can_be_a_local_file_and_a_bad_one_is_named(tmp_path):

@@ -49,6 +49,11 @@ if name == "train_run":
 if name == "prepare_dataset":
     write(options["--manifest"][0], json.dumps({"fingerprint": "of the data"}))
     write(Path(options["--folder"][0]) / "hellaswag.jsonl")
+    from miniseries.data.origin import describe_files, write_note
+
+    entry = json.loads(options["--dataset"][0])
+    if entry["source"] in ("files", "shards"):
+        write_note(Path(options["--folder"][0]), entry, describe_files(entry))
 if name == "fetch_shard":
     write(Path(options["--folder"][0]) / options["--shard"][0])
     write(Path(options["--folder"][0]) / (options["--shard"][0] + ".json"))

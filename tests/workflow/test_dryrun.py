@@ -164,6 +164,50 @@ def test_other_data_are_refused(finished_project):
     assert "run 'tiny' was started on other tokens" in finished_project.fail("train_tiny")
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"source": "files", "paths": ["{}/*.txt"]},
+        {"source": "shards", "train_paths": ["{}/a.txt"], "val_paths": ["texts/b.txt"]},
+    ],
+)
+def test_paths_that_lead_nowhere_leave_a_dataset_as_it_is(project, entry):
+    def configure(folder):
+        text = json.dumps({"datasets": {"mine": entry}}).replace("{}", folder)
+        project.write("mine.yaml", text)
+
+    for name in ("a", "b"):
+        project.write(f"texts/{name}.txt", "a text")
+    configure("texts")
+    options = ["data_mine", "--configfile", "mine.yaml"]
+    project.succeed(*options)
+    made = project.folder / "results/data/mine"
+    known = json.loads((made / "entry.json").read_text())
+    configure("txets")
+    for more in ([], ["-n"]):
+        result = project.run(*options, *more)
+        assert result.returncode != 0 and "Traceback" not in result.stdout
+        assert "error: dataset mine: no file matches 'txets/" in result.stdout
+        assert (made / "manifest.json").exists()
+    configure("texts")
+    assert project.jobs(*options) == {}
+    project.write("texts/a.txt", "a longer text")
+    assert "warning: dataset mine: its files have changed" in project.succeed(*options)
+    assert known == json.loads((made / "entry.json").read_text())
+
+
+def test_unknown_task_of_lm_eval_leaves_the_scores_as_they_are(finished_project):
+    scores = finished_project.write(
+        "results/evaluate/tiny/harness.json", {"tasks": {"hellaswag": 0}}
+    )
+    finished_project.write("results/evaluate/tiny/harness_items.jsonl", "")
+    finished_project.edit("config/config.yaml", "    tasks: [hellaswag]", "    tasks: [helaswag]")
+    result = finished_project.run("harness_tiny")
+    assert result.returncode != 0 and "Traceback" not in result.stdout
+    assert "lm-eval has no task helaswag" in result.stdout or "not installed" in result.stdout
+    assert scores.exists()
+
+
 def test_run_in_progress_is_refused_other_settings_too(finished_project):
     (finished_project.folder / "results/train/tiny/done.json").unlink()
     finished_project.edit("config/config.yaml", "    max_steps: 200", "    max_steps: 300")

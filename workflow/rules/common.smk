@@ -11,6 +11,7 @@ from snakemake.logging import logger
 
 sys.path.append(f"{workflow.basedir}/workflow/scripts")
 from miniseries.data.fetch import shard_files
+from miniseries.data.origin import check_origin
 from miniseries.settings import (
     check_frozen,
     is_kept,
@@ -121,6 +122,28 @@ def shard_notes(dataset):
 def number_of_shards(wildcards, output):
     """Shards of the dataset; says only how far it is, so it is no rerun trigger."""
     return len(shard_notes(wildcards.dataset))
+
+
+WARNED = set()  # datasets whose files have changed, said once
+
+
+def own_dataset(wildcards):
+    """A dataset's entry as JSON, for the rules that read files of one's own.
+
+    Snakemake asks while it builds the job graph, before it deletes the manifest: so a changed entry
+    that could make nothing better is refused here, and changed files are told of.
+    """
+    name = wildcards.dataset
+    folder = Path(f"results/data/{name}")
+    if DATASETS[name]["source"] in ("files", "shards"):
+        try:
+            warning = check_origin(name, DATASETS[name], folder, Path("results/train"))
+        except ValueError as error:
+            raise SystemExit(f"error: {error}") from None
+        if warning and name not in WARNED:
+            WARNED.add(name)
+            logger.warning(f"warning: {warning}")
+    return json.dumps(DATASETS[name])
 
 
 def text_options(dataset):
@@ -260,6 +283,28 @@ def evaluations(runs):
 def task_data_option(wildcards, output):
     """Option for lm-eval's data on this machine."""
     return ["--task-data", HARNESS["task_data"]] if HARNESS["task_data"] else []
+
+
+def tasks_of(kind):
+    """lm-eval's tasks of `harness` or `leaderboard`; refuses unknown ones as `own_dataset` does."""
+
+    def tasks(wildcards):
+        wanted = HARNESS["tasks" if kind == "harness" else kind]
+        scores = Path(f"results/evaluate/{wildcards.model}/{kind}.json")
+        if scores.exists():
+            from miniseries.evaluation.harness import (
+                check_tasks,
+            )  # PyTorch with it: seconds
+
+            try:
+                check_tasks(wanted, scores)
+            except ValueError as error:
+                raise SystemExit(
+                    f"error: {error}. Nothing of {scores} was touched"
+                ) from None
+        return wanted
+
+    return tasks
 
 
 def pages(runs, kinds):

@@ -30,7 +30,7 @@ rule prepare_dataset:
     threads: 64
     params:
         python=interpreter,
-        dataset=lambda wildcards: json.dumps(DATASETS[wildcards.dataset]),
+        dataset=own_dataset,
         folder=subpath(output.manifest, parent=True),
     shell:
         r"""
@@ -55,7 +55,7 @@ rule check_shards:
         "../envs/miniseries.yaml"
     params:
         python=interpreter,
-        dataset=lambda wildcards: json.dumps(DATASETS[wildcards.dataset]),
+        dataset=own_dataset,
         folder=subpath(output.manifest, parent=True),
     shell:
         r"""
@@ -100,7 +100,7 @@ rule fetch_shard:
             --dataset {params.dataset:q} \
             --shard {wildcards.shard:q}.bin \
             --num-files {params.num_files} \
-            --folder {params.folder:q} 2>{log:q}
+            --folder {params.folder:q} 2> >(tee -i {log:q} >&2)
         """
 
 
@@ -162,7 +162,7 @@ checkpoint list_files:
         r"""
         {params.python:q} workflow/scripts/list_files.py \
             --dataset {params.dataset:q} \
-            --output {output.files:q} >{log:q} 2>&1
+            --output {output.files:q} 2> >(tee -i {log:q} >&2)
         """
 
 
@@ -196,7 +196,7 @@ rule tokenize_file:
             --dataset {params.dataset:q} \
             --number {wildcards.number:q} \
             --folder {params.folder:q} \
-            --done {output.done:q} 2>{log:q}
+            --done {output.done:q} 2> >(tee -i {log:q} >&2)
         """
 
 
@@ -251,7 +251,7 @@ rule fetch_questions:
         {params.python:q} workflow/scripts/fetch_questions.py \
             --source {params.source:q} \
             --revision {params.revision:q} \
-            --output {output.questions:q} >{log:q} 2>&1
+            --output {output.questions:q} 2> >(tee -i {log:q} >&2)
         """
 
 

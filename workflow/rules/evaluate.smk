@@ -170,7 +170,7 @@ rule harness:
     params:
         python=interpreter,
         folder=subpath(input.weights, parent=True),
-        tasks=HARNESS["tasks"],
+        tasks=tasks_of("harness"),
         task_data=task_data_option,
         batch_size=micro_batch,
     shell:
@@ -196,6 +196,6 @@ use rule harness as leaderboard with:
     params:
         python=interpreter,
         folder=subpath(input.weights, parent=True),
-        tasks=HARNESS["leaderboard"],
+        tasks=tasks_of("leaderboard"),
         task_data=task_data_option,
         batch_size=micro_batch,

@@ -146,5 +146,5 @@ rule fetch_weights:
         r"""
         {params.python:q} workflow/scripts/fetch_weights.py \
             --name {params.name:q} \
-            --folder {params.folder:q} >{log:q} 2>&1
+            --folder {params.folder:q} 2> >(tee -i {log:q} >&2)
         """

@@ -83,8 +83,8 @@ def plan_parts(dataset: dict[str, Any]) -> list[Part]:
     """
     if dataset["source"] != "files":
         return [Part((), None)]
-    held_out = _find_files(dataset["val_paths"]) if dataset.get("val_paths") else []
-    files = [path for path in _find_files(dataset["paths"]) if path not in set(held_out)]
+    held_out = find_files(dataset["val_paths"]) if dataset.get("val_paths") else []
+    files = [path for path in find_files(dataset["paths"]) if path not in set(held_out)]
     if not held_out:
         return _parts_of(files, None)
     return _parts_of(held_out, "val") + _parts_of(files, "train")
@@ -186,7 +186,7 @@ def _kind(path: str) -> str:
     return Path(Path(path).stem).suffix if suffix in COMPRESSED else suffix
 
 
-def _find_files(patterns: Sequence[str]) -> list[str]:
+def find_files(patterns: Sequence[str]) -> list[str]:
     """Files that match the globs, by name, each once."""
     files: set[str] = set()
     for pattern in patterns:

@@ -34,7 +34,7 @@ from miniseries.data.shards import (
     read_header,
     shard_name,
 )
-from miniseries.metrics import read_json, write_json
+from miniseries.metrics import answer_again, read_json, write_json
 
 ATTEMPTS = 6
 WAIT_SECONDS = 2.0  # before the second attempt; doubled each time
@@ -79,6 +79,11 @@ def list_files(dataset: dict[str, Any], output: Path, **options: Any) -> None:
     Raises:
         ValueError, OSError: as `fetch_file`; also globs that match nothing.
     """
+    make = partial(_list_files, dataset, Path(output), **options)
+    answer_again(make, Path(output), dataset, os.environ.get("HF_ENDPOINT"))
+
+
+def _list_files(dataset: dict[str, Any], output: Path, **options: Any) -> None:
     from huggingface_hub import HfApi
 
     api, where = HfApi(endpoint=os.environ.get("HF_ENDPOINT")), dataset["repository"]
@@ -105,7 +110,7 @@ def list_files(dataset: dict[str, Any], output: Path, **options: Any) -> None:
         del files[num_val + dataset["num_files"] :]
     if num_val == 0:
         files = [file | {"split": None} for file in files]
-    write_json(Path(output), {"commit": about["revision"], "files": files})
+    write_json(output, {"commit": about["revision"], "files": files})
 
 
 def _describe(entry: Any, split: str) -> dict[str, Any]:
@@ -248,11 +253,9 @@ def _retry(function: Callable[[], Result], what: str, attempts: int, wait_second
             wait = min(wait_seconds * 2 ** (attempt - 1), MAX_WAIT_SECONDS)
             # spread, so that jobs turned away together do not come back together
             wait = max(_wished_wait(cause), wait) * random.uniform(1.0, 1.25)
-            print(
-                f"{what}: {_one_line(cause)}; try {attempt + 1} of {attempts} in {wait:.1f} s",
-                file=sys.stderr,
-                flush=True,
-            )
+            again = f"trying again in {wait:.0f} s ({attempt + 1} of {attempts})"
+            text = f"cannot fetch {what}, {again}: {_one_line(cause)}"
+            print(text, file=sys.stderr, flush=True)
             time.sleep(wait)
     raise AssertionError("attempts >= 1")
 

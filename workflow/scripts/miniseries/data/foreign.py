@@ -43,13 +43,14 @@ def prepare_shards(name: str, dataset: dict[str, Any], folder: Path, manifest: P
     Raises:
         ValueError: names each bad file and what is wrong with it; nothing is written then.
     """
-    files = {split: _find(dataset[f"{split}_paths"]) for split in ("val", "train")}
+    files = {split: find_token_files(dataset[f"{split}_paths"]) for split in ("val", "train")}
     twice = sorted(set(files["val"]) & set(files["train"]))
     if twice:
         raise ValueError(f"{twice[0]}: in `train_paths` and in `val_paths`; it would be trained on")
     layout = dataset.get("format", LLMC)
     problems = [p for paths in files.values() for path in paths for p in _problems(path, layout)]
     raise_problems(f"dataset {name}", problems)
+    manifest.unlink(missing_ok=True)  # never describes shards of another version
     entries = []
     for split, paths in files.items():
         if layout == LLMC:
@@ -73,7 +74,7 @@ def prepare_shards(name: str, dataset: dict[str, Any], folder: Path, manifest: P
     write_json(manifest, content)
 
 
-def _find(patterns: Sequence[str]) -> list[Path]:
+def find_token_files(patterns: Sequence[str]) -> list[Path]:
     """Files that match the globs, by name; a folder is taken along, to be refused by name."""
     found: set[str] = set()
     for pattern in patterns:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
-from miniseries.data import corpus, fetch, foreign, streams
+from miniseries.data import corpus, fetch, foreign, origin, streams
 from miniseries.data.corpus import Findings, Part, Piece
 from miniseries.data.encode import gpt2_encoding
 from miniseries.data.questions import NUM_QUESTIONS, questions_from_shards
@@ -53,13 +53,17 @@ def prepare_dataset(
     folder, manifest = Path(folder), Path(manifest)
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):  # a second terminal waits instead of mixing its shards in
-        manifest.unlink(missing_ok=True)  # never describes shards of another version
         if dataset["source"] == "hub-shards":
             fetch.assemble_manifest(name, dataset, folder, manifest)
-        elif dataset["source"] == "shards":
+            return
+        is_own = dataset["source"] in ("files", "shards")
+        files = origin.describe_files(dataset) if is_own else {}
+        if dataset["source"] == "shards":
             foreign.prepare_shards(name, dataset, folder, manifest)
         else:
             Text(name, dataset, folder).prepare(manifest, num_workers or num_cores())
+        if is_own:
+            origin.write_note(folder, dataset, files)
 
 
 class Text:
@@ -128,6 +132,7 @@ class Text:
         for note in notes:
             findings.add(note["findings"])
         self._check_splits({plan.split for plan in plans}, findings)
+        manifest.unlink(missing_ok=True)  # never describes shards of another version
         missing = streams.shards_to_write(plans, self.folder, self.streams, self.identities)
         needed = {segment[:2] for plan in missing for segment in plan.segments}
         gone = {

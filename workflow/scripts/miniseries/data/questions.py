@@ -13,7 +13,7 @@ import numpy as np
 from miniseries.data.encode import gpt2_encoding
 from miniseries.data.fetch import fetch_file
 from miniseries.data.shards import DOCUMENT_MARK, open_shard
-from miniseries.metrics import write_bytes, write_text
+from miniseries.metrics import answer_again, write_bytes, write_text
 
 # The validation part of HellaSwag, 10,042 questions. The authors' copy on GitHub is gone.
 HELLASWAG_REPOSITORY = "Rowan/hellaswag"
@@ -167,11 +167,18 @@ def fetch_questions(
     """
     output = Path(output)
     if Path(source).suffix in (".jsonl", ".parquet"):
-        rows = _read_rows(Path(source))
-    else:
+        _write_questions(source, _read_rows(Path(source)), output)
+        return
+
+    def fetch() -> None:
         path, _ = fetch_file(source, HELLASWAG_FILE, revision, output.parent, **options)
-        rows = _read_rows(path)
+        _write_questions(source, _read_rows(path), output)
         path.unlink()
+
+    answer_again(fetch, output, source, revision)
+
+
+def _write_questions(source: str, rows: list[dict[str, Any]], output: Path) -> None:
     if not rows:
         raise ValueError(f"{source}: no questions")
     lines = [json.dumps(_question(row, f"{source}, question {i}")) for i, row in enumerate(rows)]

@@ -7,7 +7,7 @@ its cache of answers knows only the prompts.
 import importlib.util
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,36 @@ def leaderboard_mean(tasks: dict[str, dict[str, Any]]) -> float | None:
     return sum(found) / len(found)
 
 
+def check_tasks(tasks: Sequence[str], scores: Path) -> None:
+    """Refuse tasks that cannot be scored, before scores that there are make way for them.
+
+    Args:
+        scores: what `run_harness` wrote before; if it does not exist there is nothing to lose.
+
+    Raises:
+        ValueError: as `run_harness` for tasks that are new.
+    """
+    if scores.exists():
+        known = read_json(scores)["tasks"]
+        wanted = [task for task, _ in map(parse_task, tasks)]
+        _task_manager([task for task in wanted if task not in known])
+
+
+def _task_manager(names: Sequence[str]) -> Any:
+    """lm-eval's catalogue, None if no name is asked for."""
+    if not names:
+        return None
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError("lm_eval is not installed: pip install -c constraints.txt '.[harness]'")
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager()
+    unknown = [name for name in names if name not in manager.task_index]
+    if unknown:
+        raise ValueError(f"lm-eval has no task {', '.join(unknown)}; `lm_eval ls tasks` lists them")
+    return manager
+
+
 def run_harness(
     export: Path,
     tasks: list[str],
@@ -133,17 +163,12 @@ def run_harness(
         ValueError: lm_eval is not installed, an unknown task, or a task whose data are not here.
     """
     wanted = [parse_task(task) for task in tasks]
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError("lm_eval is not installed: pip install -c constraints.txt '.[harness]'")
+    manager = _task_manager([task for task, _ in wanted])
     read_config(export)
     import lm_eval
     from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
 
-    place, manager = str(choose_device(device)), TaskManager()
-    unknown = [task for task, _ in wanted if task not in manager.task_index]
-    if unknown:
-        raise ValueError(f"lm-eval has no task {', '.join(unknown)}; `lm_eval ls tasks` lists them")
+    place = str(choose_device(device))
     model = HFLM(pretrained=str(export), dtype="auto", device=place, batch_size=batch_size)
     found: dict[str, dict[str, Any]] = {}
     lines: list[str] = []

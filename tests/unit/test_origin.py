@@ -1,0 +1,62 @@
+"""What a dataset was made of: changed files are told of, entries that would lose it are refused."""
+
+import json
+
+import pytest
+
+from miniseries.data.origin import check_origin
+from miniseries.data.prepare import prepare_dataset
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A small dataset, and a question about an entry for it."""
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text(f"This is text {number}. It has two sentences.")
+    entry = {"source": "files", "paths": [str(tmp_path / "*.txt")]}
+    folder = tmp_path / "d"
+    prepare_dataset("d", entry, folder, folder / "manifest.json", 1)
+    return folder, entry, lambda **changes: check_origin("d", entry | changes, folder, tmp_path)
+
+
+def test_files_as_they_were_need_no_word_and_others_are_told_of(made):
+    folder, _, ask = made
+    assert ask() == ""
+    (folder.parent / "0.txt").write_text("Longer than before: this one is another text by now.")
+    assert "40 (" in ask() and "give the new text a dataset of another name" in ask()
+    for file in folder.parent.glob("*.txt"):
+        file.unlink()
+    assert ask() == "", "text may go once its tokens are there"
+
+
+def test_entry_whose_paths_lead_nowhere_is_refused_while_there_is_something_to_lose(made):
+    folder, _, ask = made
+    with pytest.raises(ValueError, match=r"no file matches 'txets/.*Nothing in .* was touched"):
+        ask(paths=["txets/*"])
+    (folder / "manifest.json").unlink()
+    assert ask(paths=["txets/*"]) == ""
+
+
+def test_entry_that_would_write_over_the_tokens_of_a_run_is_refused(made):
+    folder, _, ask = made
+    assert ask(val_fraction=0.2) == ""
+    fingerprint = json.loads((folder / "manifest.json").read_text())["fingerprint"]
+    (folder.parent / "run").mkdir()
+    frozen = folder.parent / "run/settings.json"
+    frozen.write_text(json.dumps({"data_fingerprint": fingerprint}))
+    with pytest.raises(ValueError, match=r"other val_fraction .* tokens of run run"):
+        ask(val_fraction=0.2)
+    assert ask() == ""
+
+
+@pytest.mark.parametrize(
+    "change", [{"paths": ["txets/*"]}, {"text_key": "x", "paths": ["*.jsonl"]}]
+)
+def test_dataset_stays_whole_when_it_cannot_be_made_again(made, monkeypatch, change):
+    folder, entry, _ = made
+    monkeypatch.chdir(folder.parent)
+    (folder.parent / "bad.jsonl").write_text(json.dumps({"text": "no x"}) + "\n")
+    before = {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
+    with pytest.raises(ValueError):
+        prepare_dataset("d", entry | change, folder, folder / "manifest.json", 1)
+    assert {path.name: path.read_bytes() for path in folder.glob("[!.]*")} == before

@@ -1,0 +1,91 @@
+"""The files of one's own that a dataset was made of: whether they, or its entry, have changed."""
+
+from pathlib import Path
+from typing import Any
+
+from miniseries.data.corpus import find_files
+from miniseries.data.foreign import find_token_files
+from miniseries.metrics import read_json, write_json
+
+NOTE = "entry.json"  # beside the manifest; no output of a rule, so Snakemake never deletes it
+
+
+def describe_files(dataset: dict[str, Any]) -> dict[str, int]:
+    """Number, bytes, and newest time (ns) of the files of a `files` or `shards` dataset.
+
+    Raises:
+        ValueError: a glob without a match, an unknown kind of file.
+    """
+    paths: list[Path | str] = []
+    for key in ("paths", "val_paths", "train_paths"):
+        find = find_files if dataset["source"] == "files" else find_token_files
+        paths += find(dataset[key]) if dataset.get(key) else []
+    stats = [Path(path).stat() for path in paths]
+    return {
+        "num_files": len(stats),
+        "num_bytes": sum(stat.st_size for stat in stats),
+        "newest_ns": max((stat.st_mtime_ns for stat in stats), default=0),
+    }
+
+
+def write_note(folder: Path, dataset: dict[str, Any], files: dict[str, int]) -> None:
+    """Say of which entry and which files the manifest in the folder was made."""
+    write_json(folder / NOTE, {"entry": dataset, "files": files})
+
+
+def check_origin(name: str, dataset: dict[str, Any], folder: Path, runs: Path) -> str:
+    """Refuse an entry that would take a good dataset away; nothing is known before it is made.
+
+    Snakemake deletes the manifest before the job that makes it anew, so this is asked beforehand.
+
+    Args:
+        name: of the dataset.
+        dataset: its entry in the configuration, `files` or `shards`.
+        folder: of the dataset.
+        runs: folder of the runs.
+
+    Returns:
+        A warning, if the files are others by now; empty if all is as it was.
+
+    Raises:
+        ValueError: the entry has changed, and its paths lead nowhere, or runs need the old tokens.
+    """
+    manifest = folder / "manifest.json"
+    if not (manifest.exists() and (folder / NOTE).exists()):
+        return ""
+    made = read_json(folder / NOTE)
+    changed = sorted(
+        key for key in {*made["entry"], *dataset} if made["entry"].get(key) != dataset.get(key)
+    )
+    try:
+        files = describe_files(dataset)
+    except (ValueError, OSError) as error:
+        if not changed:
+            return ""  # text may go once its tokens are there
+        raise ValueError(f"dataset {name}: {error}. Nothing in {folder} was touched") from None
+    if not changed:
+        return "" if files == made["files"] else _warning(name, made["files"], files)
+    users = _runs_on(manifest, runs) if dataset["source"] == "files" else []
+    if users:
+        raise ValueError(
+            f"dataset {name}: with other {', '.join(changed)} it would be made again, over the "
+            f"tokens of run {', '.join(users)}. Nothing in {folder} was touched. Put the old "
+            "values back, or give the new ones a dataset of another name"
+        )
+    return ""
+
+
+def _warning(name: str, before: dict[str, int], after: dict[str, int]) -> str:
+    then, now = (f"{x['num_files']} ({x['num_bytes']:,} bytes)" for x in (before, after))
+    how = f"{then} then, {now} now" if then != now else "newer ones"
+    return (
+        f"dataset {name}: its files have changed since it was made: {how}. It stays as it is; "
+        "give the new text a dataset of another name"
+    )
+
+
+def _runs_on(manifest: Path, runs: Path) -> list[str]:
+    """Names of the runs that were started on the tokens of a manifest."""
+    fingerprint = read_json(manifest).get("fingerprint")
+    frozen = sorted(runs.glob("*/settings.json"))
+    return [f.parent.name for f in frozen if read_json(f).get("data_fingerprint") == fingerprint]
