@@ -78,6 +78,20 @@ def slow_steps() -> None:
     Trainer.train_step = slow
 
 
+def slow_finish() -> None:
+    """Hashing the last checkpoint takes long."""
+    from miniseries.training.trainer import Trainer
+
+    finish = Trainer.finish
+
+    def slow(*arguments):
+        print("finishing", flush=True)
+        time.sleep(SECONDS)
+        return finish(*arguments)
+
+    Trainer.finish = slow
+
+
 def out_of_memory() -> None:
     """The second process has no memory for step 5 with more than two sequences at a time."""
     import torch
@@ -152,6 +166,8 @@ elif FAULT == "slow save":
     slow_save()
 elif FAULT == "slow steps":
     slow_steps()
+elif FAULT == "slow finish":
+    slow_finish()
 elif FAULT == "out of memory":
     out_of_memory()
 elif FAULT == "greedy":

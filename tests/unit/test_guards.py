@@ -80,6 +80,33 @@ def test_what_was_skipped_stays_skipped_after_a_kill(tmp_path):
     assert [again.batch_of(step) for step in (7, 8, 15, 16)] == [7, 12, 19, 35]
 
 
+def test_going_back_behind_an_older_return_skips_all_that_was_read(tmp_path):
+    rollbacks = Rollbacks(tmp_path)
+    rollbacks.note(rollbacks.plan(found_at=9, back_to=8, more=2), write=False)
+    last_read = rollbacks.batch_of(10)
+    rollbacks.note(rollbacks.plan(found_at=10, back_to=4, more=0), write=False)
+    assert [rollbacks.batch_of(step) for step in (3, 4, 5)] == [3, last_read + 1, last_read + 2]
+    assert rollbacks.batch_of(8) > rollbacks.batch_of(7)
+
+
+def test_a_branch_reads_on_where_its_trunk_would_have(manifest, tmp_path, start):
+    trunk = start(tmp_path / "trunk", rollback_skip_steps=2, lr_schedule="constant")
+    read = lead_astray(trunk, {5, 13})  # found at the steps 5 and 9: back to 4 and to 8
+    trunk.run()
+    torch.distributed.destroy_process_group()
+    assert read == [*range(6), *range(8, 14), 16, 17, 18, 19]
+    folder = tmp_path / "branch"
+    changes = {"branch_from": "trunk@4", "max_steps": 7, "rollback_skip_steps": 2}
+    settings = make_settings(folder / "in.json", lr_schedule="constant", **changes)
+    for _ in range(2):  # begun, and begun again before there is a checkpoint
+        frozen = freeze(settings, manifest, folder, tmp_path / "trunk/saved/4.json")
+        branch = trainer.Trainer(frozen, load_manifest(manifest), None, folder, start_world())
+        read = lead_astray(branch, {})
+        branch.train_step(4)
+        torch.distributed.destroy_process_group()
+    assert read == [8]
+
+
 def test_a_divergence_without_a_way_back_stops_the_run_and_pins(manifest, tmp_path, start):
     run = start(tmp_path, keep_checkpoints=2)
     lead_astray(run, {9}, math.inf)
@@ -166,6 +193,28 @@ def test_a_step_done_twice_is_identical_and_the_run_is_left_alone(manifest, tmp_
     assert verdict["runs"][0]["loss_nats"] == verdict["recorded_loss_nats"] == losses(folder)[6][1]
     assert "step 6 of made, done twice from the same state: identical" in result.stdout
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == before
+
+
+@pytest.mark.parametrize(("calls", "verdict"), [({2, 3}, "identical"), ({2}, "different")])
+def test_a_step_that_diverges_can_be_done_twice(manifest, tmp_path, start, calls, verdict):
+    """By its batch it does so again; by a fault of the machine it does not."""
+    from miniseries.training.replay import _do_twice
+
+    run = start(tmp_path, max_steps=8)
+    forward, train_step, done = run.model.forward, run.train_step, []
+
+    def poisoned(*arguments, **more):
+        return forward(*arguments, **more) * (math.nan if len(done) - 1 in calls else 1.0)
+
+    def counted(step):
+        done.append(step)
+        return train_step(step)
+
+    run.model.forward, run.train_step = poisoned, counted
+    result = _do_twice(run, 2)
+    assert (done, result["verdict"]) == ([0, 1, 2, 2], verdict)
+    assert "step 2: loss nan" in result["runs"][0]["diverged"]
+    assert ("diverged" in result["runs"][1]) == (verdict == "identical")
 
 
 def test_a_bit_that_flips_between_two_replays_is_found_and_named(manifest, tmp_path, start):

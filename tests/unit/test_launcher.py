@@ -234,6 +234,20 @@ def test_a_save_that_cannot_end_in_time_is_given_up_and_not_torn(manifest, tmp_p
 
 
 @pytest.mark.slow
+def test_a_stop_while_a_complete_run_is_marked_as_such_is_quiet(manifest, tmp_path):
+    settings = make_settings(tmp_path / "in.json", max_steps=2)
+    assert train_here(settings, manifest, tmp_path).returncode == 0
+    (tmp_path / "done.json").unlink()
+    process = start(settings, manifest, tmp_path, "slow finish", FAULT_SECONDS=60)
+    wait_until(lambda: "finishing" in said(tmp_path), process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == STOPPED
+    assert "Traceback" not in said(tmp_path), said(tmp_path)
+    assert train_here(settings, manifest, tmp_path).returncode == 0
+    assert (tmp_path / "done.json").exists()
+
+
+@pytest.mark.slow
 def test_a_stop_while_an_older_step_is_saved_keeps_that_one_when_there_is_no_time_for_both(
     manifest, tmp_path
 ):

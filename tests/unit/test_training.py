@@ -25,6 +25,7 @@ from stand_ins import (
 
 from miniseries.data.shards import load_manifest
 from miniseries.metrics import read_json, read_metrics
+from miniseries.model.gpt import GPT, GPTConfig, init_weights
 from miniseries.training import checkpoint, memory, trainer
 from miniseries.training.checkpoint import checkpoint_folder, load_model_weights, saved_steps
 from miniseries.training.distributed import start_world
@@ -139,21 +140,33 @@ def three_steps(rank, port, world_size, settings, manifest, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE="4")
     torch.set_num_threads(1)
     run = trainer.Trainer(read_json(settings), load_manifest(manifest), None, folder, start_world())
+    first = hash_of(run.model)
     for step in range(3):
         run.train_step(step)
-    whole = [p.full_tensor().detach().numpy().tobytes() for p in run.model.parameters()]
-    (folder / f"{rank}.txt").write_text(hashlib.sha256(b"".join(whole)).hexdigest())
+    (folder / f"{rank}.txt").write_text(f"{first} {hash_of(run.model)}")
     torch.distributed.destroy_process_group()
 
 
-def test_after_three_steps_all_ranks_gather_the_same_weights(manifest, tmp_path):
+def hash_of(model):
+    """Of all weights, gathered."""
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    content = b"".join(tensor.detach().numpy().tobytes() for tensor in whole)
+    return hashlib.sha256(content).hexdigest()
+
+
+def test_all_ranks_begin_with_the_weights_of_one_process_and_gather_the_same_after_three_steps(
+    manifest, tmp_path
+):
     settings = make_settings(tmp_path / "in.json", gpus=4, micro_batch=1)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     arguments = (port, 4, settings, manifest, tmp_path)
     torch.multiprocessing.spawn(three_steps, arguments, nprocs=4)
-    assert len({(tmp_path / f"{rank}.txt").read_text() for rank in range(4)}) == 1
+    ((first, last),) = {tuple((tmp_path / f"{rank}.txt").read_text().split()) for rank in range(4)}
+    alone = GPT(GPTConfig.of_recipe(read_json(settings)["recipe"]))
+    init_weights(alone, 42)
+    assert first == hash_of(alone) != last
 
 
 def kill_at(folder, settings, manifest, step, number):
@@ -453,19 +466,37 @@ def test_old_checkpoints_go_but_majors_exports_and_pinned_ones_stay(manifest, tm
     assert sorted(int(p.stem) for p in (tmp_path / "saved").iterdir()) == [3, 4, 5, 7, 8]
 
 
+@pytest.mark.parametrize("what", ["loss", "grad"])
 def test_an_outlier_is_skipped_counted_and_leaves_the_weights_alone(
-    manifest, tmp_path, one_world, capsys
+    manifest, tmp_path, one_world, capsys, what
 ):
-    run = in_this_process(tmp_path, manifest, skip_loss_z=5.0)
-    run.guards.loss_detector.load_state_dict([10.8 + 0.01 * (i % 2) for i in range(128)])
-    run.guards.loss_detector.update(10.8)
+    run = in_this_process(tmp_path, manifest, **{f"skip_{what}_z": 5.0})
+    detectors = {"loss": run.guards.loss_detector, "grad": run.guards.norm_detector}
+    usual = run.train_step(0)
+    middle = usual.loss if what == "loss" else usual.grad_norm
+    detectors[what].load_state_dict([middle + 0.01 * (i % 2) for i in range(128)])
     before = run.model.ln_f.weight.to_local().clone()
     forward = run.model.forward
-    run.model.forward = lambda *arguments: forward(*arguments) * 3
-    report = run.train_step(0)
-    assert report.skipped and report.loss_z > 5
+    run.model.forward = lambda *arguments: forward(*arguments) * 50
+    report = run.train_step(1)
+    run.journal.step(report)
+    assert report.skipped and {"loss": report.loss_z, "grad": report.grad_z}[what] > 5
     assert torch.equal(run.model.ln_f.weight.to_local(), before)
-    assert "skipping update due to loss z-score of" in capsys.readouterr().out
+    assert f"skipping update due to {what} z-score of" in capsys.readouterr().out
+    assert read_metrics(tmp_path / "metrics.jsonl")["train"][0]["skipped"] is True
+
+
+def test_step_times_add_up_to_what_the_clock_says(manifest, tmp_path, one_world):
+    run = in_this_process(tmp_path, manifest)
+    run.train_step(0)
+    began = time.perf_counter()
+    steps = [run.train_step(step).seconds for step in range(1, 12)]
+    assert sum(steps) == pytest.approx(time.perf_counter() - began, rel=0.02)
+
+
+def test_positions_that_no_text_reaches_are_named(manifest, tmp_path, one_world, capsys):
+    in_this_process(tmp_path, manifest, num_positions=48)._announce()
+    assert "warning: positions 32 to 47 are not trained" in capsys.readouterr().out
 
 
 def test_deterministic_allows_repeatable_operations_alone(manifest, tmp_path, one_world):

@@ -109,12 +109,13 @@ class Rollbacks:
 
     def plan(self, found_at: int, back_to: int, more: int) -> Rollback:
         """Skip what was read since the checkpoint and `more` batches after it."""
-        return Rollback(found_at, back_to, found_at - back_to + 1 + more)
+        read = self.batch_of(found_at) - self.batch_of(back_to) + 1
+        return Rollback(found_at, back_to, read + more)
 
-    def note(self, rollback: Rollback, write: bool) -> None:
-        """Let it hold from now on; `write` on one process only."""
-        self.done.append(rollback)
-        if write:
+    def note(self, *rollbacks: Rollback, write: bool) -> None:
+        """Let them hold from now on; `write` on one process only."""
+        self.done += rollbacks
+        if write and rollbacks:
             write_json(self.path, [asdict(entry) for entry in self.done])
 
 

@@ -12,7 +12,7 @@ from miniseries.data.shards import load_manifest
 from miniseries.metrics import die_with_parent, read_json, read_metrics, write_json
 from miniseries.training import checkpoint, determinism, guards
 from miniseries.training.assembly import attention_kernels
-from miniseries.training.distributed import World, start_world
+from miniseries.training.distributed import World, reshard, start_world
 from miniseries.training.trainer import Trainer
 
 
@@ -71,22 +71,33 @@ def _look_alike(
     dist.barrier()
 
 
+def _do(trainer: Trainer, step: int) -> dict[str, Any]:
+    """What the step came to; one that diverges has not touched the weights."""
+    try:
+        report = trainer.train_step(step)
+    except guards.Diverged as divergence:
+        reshard(trainer.model)
+        trainer.optimizer.zero_grad()
+        return {"loss_nats": None, "grad_norm": None, "diverged": str(divergence)}
+    return {"loss_nats": report.loss, "grad_norm": report.grad_norm}
+
+
 def _do_twice(trainer: Trainer, step: int) -> dict[str, Any]:
+    trainer.guards.divergence.limit = 0.0  # of a loss that is only high the update is compared, too
     for earlier in range(trainer.first_step, step):
         trainer.journal.step(trainer.train_step(earlier))
     tensors = checkpoint.state_tensors(trainer.model, trainer.optimizer)
     local = {n: t.to_local() if hasattr(t, "to_local") else t for n, t in tensors.items()}
-    counters = [state["step"] for state in trainer.optimizer.state.values()]
+    for number, state in enumerate(trainer.optimizer.state.values()):
+        local[f"number of updates of weight {number}"] = state["step"]
     windows = trainer.guards.state_dict()
     before = {name: tensor.cpu().clone() for name, tensor in local.items()}
-    first = trainer.train_step(step)
+    first = _do(trainer, step)
     after = {name: tensor.cpu().clone() for name, tensor in local.items()}
     for name, tensor in local.items():
         tensor.copy_(before[name])
-    for counter in counters:
-        counter.sub_(1)
     trainer.guards.load_state_dict(windows)
-    second = trainer.train_step(step)
+    second = _do(trainer, step)
     differing = {
         name: int((tensor.cpu() != after[name]).sum())
         for name, tensor in local.items()
@@ -94,12 +105,11 @@ def _do_twice(trainer: Trainer, step: int) -> dict[str, Any]:
     }
     ranks: list[Any] = [None] * trainer.world.size
     dist.all_gather_object(ranks, differing)
-    reports = [{"loss_nats": r.loss, "grad_norm": r.grad_norm} for r in (first, second)]
     return {
-        "verdict": "identical" if reports[0] == reports[1] and not any(ranks) else "different",
+        "verdict": "identical" if first == second and not any(ranks) else "different",
         "processes": trainer.world.size,
         "from_step": trainer.first_step,
-        "runs": reports,
+        "runs": [first, second],
         "differing_elements_by_rank": ranks,
     }
 
@@ -116,7 +126,7 @@ def _report(result: dict[str, Any], folder: Path, run: str, step: int, output: P
     for rank, differing in enumerate(result["differing_elements_by_rank"]):
         for name, count in list(differing.items())[:1]:
             print(f"process {rank}: {name} is the first of {len(differing)}, {count} elements")
-    losses = ", ".join(f"{one['loss_nats']:.9f}" for one in result["runs"])
+    losses = ", ".join(one.get("diverged") or f"{one['loss_nats']:.9f}" for one in result["runs"])
     print(f"losses {losses}; in metrics.jsonl {result['recorded_loss_nats']}")
     if result["verdict"] == "different":
         print("the same operations gave other bits: suspect the GPU or its memory, not the data")

@@ -46,10 +46,12 @@ class Restorer:
         model: GPT,
         optimizer: torch.optim.AdamW,
         guards: Guards,
+        rollbacks: Rollbacks,
         world: World,
     ) -> None:
         self.folder, self.settings, self.recipe = folder, settings, recipe
         self.model, self.optimizer, self.guards, self.world = model, optimizer, guards, world
+        self.rollbacks = rollbacks
 
     def begin(self, micro_batch: int) -> Beginning:
         """Load the newest checkpoint, or what the run starts from, or draw fresh weights.
@@ -108,11 +110,13 @@ class Restorer:
         state = checkpoint.load_checkpoint(folder, self.model, self.optimizer)
         found = self._take_over(state, trunk["fingerprint"], micro_batch)
         found.wall_seconds = 0.0  # the trunk counts its own time
+        # what the trunk left out until here is left out here, too
+        before = [r for r in Rollbacks(folder.parents[1]).done if r.back_to <= found.step]
+        self.rollbacks.done.clear()
+        self.rollbacks.note(*before, write=self.world.is_main)
         return found
 
-    def go_back(
-        self, step: int, divergence: Diverged, rollbacks: Rollbacks, journal: Journal
-    ) -> int:
+    def go_back(self, step: int, divergence: Diverged, journal: Journal) -> int:
         """Pin the last sound checkpoints, go back to the newest, and skip what led astray.
 
         Args:
@@ -131,7 +135,7 @@ class Restorer:
         pinned = f"checkpoints kept for good: {sound[-NUM_PINNED:]}"
         journal.record("divergence", step, reason=str(divergence), pinned=sound[-NUM_PINNED:])
         more = self.recipe["rollback_skip_steps"]
-        if not (more and sound and len(rollbacks.done) < MAX_ROLLBACKS):
+        if not (more and sound and len(self.rollbacks.done) < MAX_ROLLBACKS):
             raise ValueError(f"{divergence}; {pinned}") from None
         back_to = sound[-1]
         if self.world.is_main:
@@ -139,8 +143,8 @@ class Restorer:
                 checkpoint.forget(self.folder, later)
         folder = checkpoint.checkpoint_folder(self.folder, back_to)
         self.guards.load_state_dict(checkpoint.load_checkpoint(folder, self.model, self.optimizer))
-        rollback = rollbacks.plan(step, back_to, more)
-        rollbacks.note(rollback, write=self.world.is_main)
+        rollback = self.rollbacks.plan(step, back_to, more)
+        self.rollbacks.note(rollback, write=self.world.is_main)
         journal.record("rollback", back_to, **asdict(rollback))
         skipped = rollback.batches_skipped
         journal.say(f"{divergence}; {pinned}")

@@ -129,6 +129,7 @@ class Trainer:
             model=self.model,
             optimizer=self.optimizer,
             guards=self.guards,
+            rollbacks=self.rollbacks,
             world=self.world,
         )
         beginning = self.restorer.begin(self.micro_batch)
@@ -368,7 +369,7 @@ class Trainer:
         self.wait_for_save()
         dist.barrier()  # the main process has given the newest one its final name
         try:
-            back_to = self.restorer.go_back(step, divergence, self.rollbacks, self.journal)
+            back_to = self.restorer.go_back(step, divergence, self.journal)
         except ValueError:
             self.journal.close()
             raise

@@ -14,7 +14,7 @@ from miniseries.data.shards import load_manifest
 from miniseries.metrics import die_with_parent, read_json
 from miniseries.training import determinism
 from miniseries.training.assembly import attention_kernels
-from miniseries.training.distributed import start_world
+from miniseries.training.distributed import Interrupted, start_world
 from miniseries.training.supervisor import CRASHED, OUT_OF_MEMORY, STOPPED, Heartbeat
 from miniseries.training.trainer import Trainer
 
@@ -46,7 +46,7 @@ def train(manifest: Path, questions: Path | None, folder: Path, done: Path) -> N
         trainer.journal.close()
     except (ValueError, OSError):
         raise
-    except SystemExit:
+    except (SystemExit, Interrupted):
         _leave_at_once(STOPPED)
     except torch.OutOfMemoryError as error:
         print(f"process {world.rank}: {error}", file=sys.stderr)
