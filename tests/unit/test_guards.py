@@ -107,6 +107,13 @@ def test_a_branch_reads_on_where_its_trunk_would_have(manifest, tmp_path, start)
     assert read == [8]
 
 
+@pytest.mark.parametrize("text", ["", "{", '[{"found_at": 9}]', "[1]"])
+def test_a_damaged_record_of_what_was_skipped_is_never_ignored(tmp_path, text):
+    (tmp_path / guards.RECORD).write_text(text)
+    with pytest.raises(ValueError, match=r"rollbacks\.json: .*; write it anew from the `rollback`"):
+        Rollbacks(tmp_path)
+
+
 def test_a_divergence_without_a_way_back_stops_the_run_and_pins(manifest, tmp_path, start):
     run = start(tmp_path, keep_checkpoints=2)
     lead_astray(run, {9}, math.inf)

@@ -169,6 +169,9 @@ def test_auto_tries_the_powers_of_two_that_divide_a_process_s_share(tmp_path):
     settings = {"recipe": recipe, "machine": {"micro_batch": "auto", "compile": True}}
     with pytest.raises(ValueError, match="`auto` is tried by"):
         microbatch.choose(tmp_path, settings, 4, "GPU A")
+    (tmp_path / microbatch.RECORD).write_text("[]")
+    with pytest.raises(ValueError, match=r"micro_batch\.json: damaged, .*; delete it"):
+        microbatch.choose(tmp_path, settings, 4, "GPU A")
     microbatch.remember(tmp_path, settings, 4, "GPU A", 16, "the largest that fits")
     assert microbatch.choose(tmp_path, settings, 4, "GPU A") == (16, "the largest that fits")
     assert microbatch.remembered(tmp_path, settings, 2, "GPU A") is None, "other memory"

@@ -38,6 +38,16 @@ def test_a_line_that_a_kill_cut_short_costs_that_line_alone(tmp_path):
     assert [r["step"] for r in read_metrics(path)["train"]] == [0, 2]
 
 
+def test_lines_that_are_no_records_are_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    append_record(path, "train", step=0)
+    others = ['{"kind": "train", "step": 1e999}', '{"kind": "val", "step": "1"}', "[]", "7", "\0\0"]
+    others += ['{"kind": [], "step": 1}', '{"kind": "train"}', '{"step": 1}']
+    with path.open("a") as file:
+        file.write("\n".join(others) + "\n")
+    assert read_metrics(path) == {"train": [{"kind": "train", "step": 0}]}
+
+
 def test_no_metrics_file_is_no_records(tmp_path):
     assert read_metrics(tmp_path / "none.jsonl") == {}
 
@@ -57,6 +67,12 @@ def test_damaged_json_names_the_file_and_the_remedy(tmp_path):
     path.write_text(json.dumps({"a": 1})[:-1])
     with pytest.raises(ValueError, match=r"damaged\.json: not valid JSON .* delete it"):
         read_json(path)
+    for text in ('{"a": 1}', "[]"):
+        path.write_text(text)
+        with pytest.raises(
+            ValueError, match=r"damaged\.json: damaged, it lacks .*b; bring it back"
+        ):
+            read_json(path, ["a", "b"], remedy="bring it back")
 
 
 def test_what_a_user_can_mend_is_one_line_and_exit_code_1(capsys):

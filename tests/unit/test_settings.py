@@ -546,6 +546,11 @@ class TestFrozenSettings:
         check_frozen(resolve(config).runs["tiny"], *started)
 
     def test_damaged_settings_are_named(self, config, started):
-        started[0].write_text("{")
-        with pytest.raises(ValueError, match=r"settings\.json: cannot be read"):
-            check_frozen(resolve(config).runs["tiny"], *started)
+        for text, problem in (
+            ("{", "not valid JSON"),
+            ("[]", "lacks recipe"),
+            ("{}", "lacks recipe"),
+        ):
+            started[0].write_text(text)
+            with pytest.raises(ValueError, match=rf"settings\.json: .*{problem}.*; delete it"):
+                check_frozen(resolve(config).runs["tiny"], *started)

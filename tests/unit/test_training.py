@@ -346,7 +346,7 @@ def test_a_lone_truncated_checkpoint_is_named_with_a_remedy(manifest, tmp_path, 
         in_this_process(tmp_path, manifest)
 
 
-@pytest.mark.parametrize("damage", ["short part", "no index", "not finite"])
+@pytest.mark.parametrize("damage", ["short part", "no index", "not finite", "no state"])
 def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_is_taken(
     unbroken, manifest, tmp_path, damage
 ):
@@ -359,6 +359,8 @@ def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_is_taken(
         part.write_bytes(part.read_bytes()[:1000])
     elif damage == "no index":
         (newest / ".metadata").unlink()
+    elif damage == "no state":
+        (newest / "trainer.json").write_text('{"step": 8}')
     else:
         moment = load_parameter(newest, "exp_avg.ln_f.weight").numpy().tobytes()
         (part,) = (path for path in newest.glob("*.distcp") if moment in path.read_bytes())
@@ -367,7 +369,7 @@ def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_is_taken(
         part.write_bytes(content.replace(moment, spoilt))
     result = train_here(settings, manifest, tmp_path)
     assert result.returncode == 0, result.stderr
-    assert re.search(r"step-00000008: .*; it is put aside, and an older one", result.stdout)
+    assert re.search(r"step-00000008.*: .*; it is put aside, and an older one", result.stdout)
     assert "resuming at step 4 of 12" in result.stdout
     assert newest.with_name("step-00000008.damaged").exists()
     assert losses(tmp_path)[-1] == losses(unbroken[0])[-1]

@@ -7,9 +7,11 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+MADE_AGAIN = "delete it to have it made again"
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -58,20 +60,28 @@ def write_json(path: Path, content: Any) -> None:
     write_text(path, json.dumps(content, indent=2) + "\n")
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, keys: Sequence[str] = (), remedy: str = MADE_AGAIN) -> Any:
     """Read one JSON file.
+
+    Args:
+        keys: that it must have, if any; it is an object then.
+        remedy: for a damaged file.
 
     Raises:
         ValueError: the file is missing or damaged; names the file.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path}: not valid JSON ({error}); delete it to have it made again"
-        ) from None
+        raise ValueError(f"{path}: not valid JSON ({error}); {remedy}") from None
+    missing = [key for key in keys if not isinstance(content, dict) or key not in content]
+    if missing:
+        raise ValueError(f"{path}: damaged, it lacks {', '.join(missing)}; {remedy}")
+    return content
 
 
 def answer_again(make: Callable[[], Any], output: Path, *request: Any) -> None:
@@ -118,8 +128,8 @@ def read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:
     """Read `metrics.jsonl` of one run, also while it is being written.
 
     After a resume steps repeat; the last record of a (kind, step) wins, but of `EVENTS` all are
-    kept. Lines that are not whole JSON objects (the torn end of a killed run) are left out. A
-    missing file is empty.
+    kept. Lines that are no records (the torn end of a killed run) are left out. A missing file is
+    empty.
 
     Returns:
         kind -> records in the order of their steps.
@@ -131,7 +141,9 @@ def read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:
         for number, line in enumerate(file):
             try:
                 record = json.loads(line)
-                kind, step = record["kind"], int(record["step"])
+                kind, step = record["kind"], record["step"]
+                if not (isinstance(kind, str) and isinstance(step, int)):
+                    continue
                 key = (step, number) if kind in EVENTS else (step, 0)
                 latest.setdefault(kind, {})[key] = record
             except (ValueError, KeyError, TypeError):

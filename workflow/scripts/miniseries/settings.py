@@ -18,6 +18,7 @@ from typing import Any
 
 from jsonschema import Draft202012Validator as Validator
 
+from miniseries.metrics import read_json
 from miniseries.shapes import MODELS, keys_of_model
 from miniseries.training.branches import branch_problems, note_branches, with_step
 
@@ -180,10 +181,10 @@ def check_frozen(settings: dict[str, Any], frozen: Path, manifest: Path) -> None
     """
     if not frozen.exists():
         return
-    old = _read_object(frozen)
+    old = read_json(frozen, ["recipe"])
     run, folder = settings["run"], frozen.parent
     advice = f"add a run with another name that says `extends: {run}`"
-    changes = list(_differences(old.get("recipe", {}), settings["recipe"], ""))
+    changes = list(_differences(old["recipe"], settings["recipe"], ""))
     if changes:
         raise ValueError(
             f"run {run!r} was started with other settings (old -> new):\n  "
@@ -192,7 +193,7 @@ def check_frozen(settings: dict[str, Any], frozen: Path, manifest: Path) -> None
             + f"{advice} and states only what differs"
         )
     before = old.get("data_fingerprint")
-    after = _read_object(manifest).get("fingerprint") if manifest.exists() else before
+    after = read_json(manifest, ["fingerprint"])["fingerprint"] if manifest.exists() else before
     if before and before != after:
         raise ValueError(
             f"run {run!r} was started on other tokens than {manifest.parent} holds now "
@@ -461,13 +462,6 @@ def _name_problems(config: dict[str, Any], catalogue: Catalogue) -> Iterator[str
         for name in names:
             if name not in known and name not in config["runs"]:
                 yield f"{section}: there is no run {name!r}; {suggest(name, known)}"
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from None
 
 
 def _differences(old: Any, new: Any, path: str) -> Iterator[str]:

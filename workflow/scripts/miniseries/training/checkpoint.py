@@ -25,6 +25,10 @@ from miniseries.training.distributed import World
 
 # what saving and loading can raise; PyTorch's own is no Exception
 FAULTS = (Exception, CheckpointException)
+NOT_HERE = "bring it back from a copy"  # of a file that nothing can make again
+STATE = "trainer.json"
+STATE_KEYS = ("step", "adam_step", "fingerprint", "loss_detector", "norm_detector", "wall_seconds")
+STATE_KEYS += ("world_size", "micro_batch")
 STEP_FOLDER = re.compile(r"step-(\d{8})")
 # Threads, and so files, of a rank: one copies 1 to 3 GB/s into the page cache, less than most disks
 # take, and some wait for the disk while others copy; still more would only make more files
@@ -88,7 +92,7 @@ def save_checkpoint(
         dcp.save(tensors, storage_writer=writer, process_group=group)  # returns when all are done
         if not world.is_main:
             return
-        write_json(temporary / "trainer.json", state)
+        write_json(temporary / STATE, state)
         _sync_folder(temporary)
         temporary.rename(final)
     except FAULTS as error:
@@ -114,7 +118,7 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW
     Raises:
         ValueError: damaged, or not all numbers in it are finite; names the folder.
     """
-    state = read_json(folder / "trainer.json")
+    state = read_json(folder / STATE, STATE_KEYS, NOT_HERE)
     tensors = state_tensors(model, optimizer)
     try:
         dcp.load(tensors, checkpoint_id=folder)
@@ -214,11 +218,11 @@ def read_marker(marker: Path) -> tuple[Path, dict[str, Any]]:
     Raises:
         ValueError: the marker belongs to no run folder, or the checkpoint is another run's.
     """
-    content = read_json(marker)
+    content = read_json(marker, ["step", "checkpoint"])
     run_folder = marker.parent.parent if marker.parent.name == "saved" else marker.parent
-    settings = read_json(run_folder / "settings.json")
+    settings = read_json(run_folder / "settings.json", ["recipe", "fingerprint"], NOT_HERE)
     checkpoint = run_folder / content["checkpoint"]
-    state = read_json(checkpoint / "trainer.json")
+    state = read_json(checkpoint / STATE, STATE_KEYS, NOT_HERE)
     for key, wanted in (("step", content["step"]), ("fingerprint", settings["fingerprint"])):
         if state[key] != wanted:
             raise ValueError(

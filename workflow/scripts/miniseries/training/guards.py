@@ -14,6 +14,7 @@ DIVERGED_STEPS = 5
 MAX_ROLLBACKS = 5  # a run that diverges more often needs other settings
 NUM_PINNED = 2  # checkpoints before a divergence that are never deleted
 RECORD = "rollbacks.json"
+REMEDY = "write it anew from the `rollback` lines of metrics.jsonl, which hold the same"
 
 
 class Diverged(ValueError):
@@ -95,8 +96,11 @@ class Rollbacks:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / RECORD
-        found: list[dict[str, Any]] = read_json(self.path) if self.path.exists() else []
-        self.done = [Rollback(**entry) for entry in found]
+        found = read_json(self.path, remedy=REMEDY) if self.path.exists() else []
+        try:
+            self.done = [Rollback(**entry) for entry in found]
+        except TypeError as error:
+            raise ValueError(f"{self.path}: damaged ({error}); {REMEDY}") from None
 
     @property
     def batches_skipped(self) -> int:

@@ -266,7 +266,7 @@ class Journal:
     def finish(self, wall_seconds: float) -> None:
         """The run's last step is done; `wall_seconds` are those of all starts."""
         records = read_metrics(self.folder / "metrics.jsonl").get("train", [])
-        times = [record["step_time_ms"] for record in records]
+        times = [t for record in records if isinstance(t := record.get("step_time_ms"), float)]
         if times:
             self.say(f"total average iteration time: {sum(times) / len(times):f} ms")
         self.record("done", self.max_steps, wall_seconds=wall_seconds)

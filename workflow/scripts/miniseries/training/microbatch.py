@@ -53,7 +53,7 @@ def remembered(
     path = folder / RECORD
     if not path.exists():
         return None
-    record = read_json(path)
+    record = read_json(path, ["micro_batch", "reason", "circumstances"])
     same = record["circumstances"] == _circumstances(settings, processes, device)
     return record if same else None
 
