@@ -61,8 +61,11 @@ def score(data, folder, **options):
     return *map(read_json, outputs[:2]), [json.loads(line) for line in lines]
 
 
-def test_scores_after_training_are_those_of_the_training_loop(data, exported, model):
+def test_scores_after_training_are_those_of_the_training_loop(data, exported, model, capsys):
     val_loss, hellaswag, _ = score(data, exported, device="cpu")
+    found, correct = val_loss["val_loss_nats"], hellaswag["llmc"]["num_correct"]
+    said = f"small: val loss {found:.4f} (640 tokens), made-up questions {correct}/5 = "
+    assert capsys.readouterr().out == f"{said}{correct / 5:.4f}\n"
     manifest = load_manifest(data / "manifest.json")
     inside = validation_loss(model, manifest, micro_batch=7, device=CPU)
     assert val_loss["val_loss_nats"] == pytest.approx(inside["val_loss_nats"], abs=1e-6)
@@ -137,7 +140,9 @@ def test_strided_rows_score_each_token_once_with_half_a_context():
     assert [len(ids) for ids, _ in strided_rows(np.arange(3), 8)] == [3]
 
 
-def test_the_perplexity_of_a_text_is_counted_by_token_word_and_byte(tmp_path, exported, model):
+def test_the_perplexity_of_a_text_is_counted_by_token_word_and_byte(
+    tmp_path, exported, model, capsys
+):
     text = " = Robert =\n\n" + "Robert is an English film , television and theatre actor . \n" * 5
     (tmp_path / "text.txt").write_text(text)
     score_task(exported, "wikitext", tmp_path / "text.txt", 2, tmp_path / "out.json", "cpu")
@@ -154,6 +159,8 @@ def test_the_perplexity_of_a_text_is_counted_by_token_word_and_byte(tmp_path, ex
     assert found["word_perplexity"] == pytest.approx(math.exp(total / len(text.split())), rel=1e-4)
     assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / len(text), rel=1e-5)
     assert found["model"] == "small" and len(found["weights_sha256"]) == 64
+    said = f"word_perplexity {found['word_perplexity']:.4f} ({found['num_words']} words)"
+    assert capsys.readouterr().out == f"small: wikitext {said}\n"
 
 
 def test_mmlu_has_the_same_three_counts(tmp_path, exported):

@@ -10,17 +10,18 @@ import yaml
 from miniseries.model.gpt import GPT, GPTConfig
 from miniseries.settings import resolve_runs
 from miniseries.speed.planning import (
-    DEVICES,
     counted_bytes,
     largest_micro_batch,
     memory_parts,
     needs,
     num_elements,
+    num_parameters,
     peak_gib,
     plan_row,
     tokens_per_second,
     write_plan,
 )
+from miniseries.training.devices import DEVICES
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = yaml.safe_load((ROOT / "workflow/schemas/config.schema.yaml").read_text())
@@ -76,6 +77,7 @@ def test_elements_are_those_of_the_model():
         model = GPT(GPTConfig(num_layers=3, num_heads=2, channels=32, sequence_length=64))
     recipe = {"num_layers": 3, "channels": 32, "sequence_length": 64}
     assert num_elements(recipe) == sum(p.numel() for p in model.parameters())
+    assert num_parameters(recipe) == model.num_parameters
 
 
 def test_memory_by_hand():

@@ -61,7 +61,7 @@ def test_a_finished_run_has_its_figures_in_one_row(tmp_path):
     assert (row["tokens_per_second"], row["mfu_percent"]) == ("100.0", "45.0")
     assert row["train_hours"] == "0.003"  # 10.8 s
     assert (row["val_loss_nats"], row["perplexity"]) == ("3.0", "20.085537")  # e^3
-    assert row["val_loss_from"] == "training"
+    assert (row["val_loss_from"], row["val_loss_step"]) == ("training", "2")
     assert (row["hellaswag_llmc_acc_token_mean"], row["hellaswag_num_items"]) == (
         "0.298745",
         "10042",
@@ -76,7 +76,7 @@ def test_a_finished_run_has_its_figures_in_one_row(tmp_path):
 
 def test_scores_of_the_export_come_before_those_of_training(tmp_path):
     make_run(tmp_path, "a", [train(1), val(2, 3.5), score(2, 2600), DONE])
-    losses = {"val_loss_nats": 3.25, "val_loss_stderr": 0.002, "weights_sha256": "ab12"}
+    losses = {"val_loss_nats": 3.25, "val_loss_stderr": 0.002, "weights_sha256": "ab12", "step": 1}
     write(tmp_path / "evaluate/a/val_loss.json", losses)
     rules = {
         "llmc": {"acc": 0.27, "acc_token_mean": 0.29, "acc_token_mean_stderr": 0.0045},
@@ -85,7 +85,8 @@ def test_scores_of_the_export_come_before_those_of_training(tmp_path):
     write(tmp_path / "evaluate/a/hellaswag.json", {"num_items": 10042, **rules})
     row = table_of(tmp_path).loc[0]
     assert (row["val_loss_nats"], row["val_loss_stderr_nats"]) == ("3.25", "0.002")
-    assert (row["val_loss_from"], row["weights_sha256"]) == ("export", "ab12")
+    assert (row["val_loss_from"], row["val_loss_step"]) == ("export", "1")
+    assert row["weights_sha256"] == "ab12"
     assert row["hellaswag_llmc_acc_token_mean"] == "0.29"
     assert row["hellaswag_llmc_acc_token_mean_stderr"] == "0.0045"
     assert (row["hellaswag_harness_acc"], row["hellaswag_harness_acc_characters"]) == (
@@ -103,6 +104,12 @@ def test_what_is_not_known_is_an_empty_cell(tmp_path):
     unknown += ["hellaswag_harness_acc", "first_step_below_gpt2_val_loss", "mmlu_acc"]
     assert [young[key] for key in unknown] == [""] * len(unknown)
     assert (absent["status"], absent["train_loss_nats"]) == ("not started", "")
+
+
+def test_a_loss_that_training_measured_before_its_newest_step_says_so(tmp_path):
+    make_run(tmp_path, "a", [train(0), val(1, 5.0), train(1), train(2)])
+    row = table_of(tmp_path).loc[0]
+    assert (row["step"], row["val_loss_step"]) == ("3", "1")
 
 
 def test_restarts_skips_and_divergences_are_counted(tmp_path):
@@ -136,6 +143,7 @@ def test_each_evaluated_step_has_a_row_as_the_run_was_then(tmp_path):
     assert (early["run"], early["model"], early["step"]) == ("a", "a@1", "1")
     assert (early["tokens_seen"], early["train_loss_nats"]) == ("1000", "6.0")
     assert (early["val_loss_nats"], early["bits_per_byte"]) == ("5.01", "1.5")
+    assert (early["val_loss_step"], late["val_loss_step"]) == ("1", "2")
     assert (late["model"], late["step"], late["val_loss_nats"]) == ("a", "2", "3.01")
 
 

@@ -295,5 +295,5 @@ for name in DATASETS:
         shell:
             r"""
             {params.python:q} workflow/scripts/verify_dataset.py \
-                --manifest {input.manifest:q} >{log:q} 2>&1
+                --manifest {input.manifest:q} 2>&1 | tee -i {log:q}
             """

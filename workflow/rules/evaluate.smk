@@ -43,7 +43,7 @@ checkpoint score:
             --micro-batch {params.micro_batch:q} \
             --val-loss {output.val_loss:q} \
             --hellaswag {output.hellaswag:q} \
-            --items {output.answers:q} >{log:q} 2>&1
+            --items {output.answers:q} 2>&1 | tee -i {log:q}
         """
 
 
@@ -76,7 +76,7 @@ rule score_task:
             --task {wildcards.task:q} \
             --data {input.data:q} \
             --micro-batch {params.micro_batch:q} \
-            --output {output.scores:q} >{log:q} 2>&1
+            --output {output.scores:q} 2>&1 | tee -i {log:q}
         """
 
 

@@ -124,6 +124,11 @@ def score_export(
     if asked_of["questions"] == "HellaSwag":
         asked_of["questions_of"] = "HellaSwag"
     write_json(hellaswag_json, {**identity, **asked_of, "num_items": len(asked), **by_prompt})
+    found = by_prompt[LLMC]["num_correct"], len(asked)
+    print(
+        f"{identity['model']}: val loss {loss:.4f} ({scores['num_tokens']:,} tokens), "
+        f"{asked_of['questions']} {found[0]}/{found[1]} = {found[0] / found[1]:.4f}"
+    )
 
 
 # ---- further tasks --------------------------------------------------------------------------
@@ -176,7 +181,11 @@ def _wikitext(model: GPT, data: Path, micro_batch: int, device: torch.device) ->
     }
 
 
-TASKS = {"mmlu": _mmlu, "wikitext": _wikitext}
+# What scores a task, and of its scores the one that is printed, with what it is a mean over
+TASKS = {
+    "mmlu": (_mmlu, "acc_token_mean", "num_items"),
+    "wikitext": (_wikitext, "word_perplexity", "num_words"),
+}
 
 
 def score_task(
@@ -193,5 +202,10 @@ def score_task(
         ValueError: a damaged input.
     """
     model, place, identity = _open_export(export, micro_batch, device)
-    scores = TASKS[task](model, data, micro_batch, place)
+    measure, figure, count = TASKS[task]
+    scores = measure(model, data, micro_batch, place)
     write_json(output, {**identity, "task": task, "data": data.name, **scores})
+    print(
+        f"{identity['model']}: {task} {figure} {scores[figure]:.4f} "
+        f"({scores[count]:,} {count.removeprefix('num_')})"
+    )

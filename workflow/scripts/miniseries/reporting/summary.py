@@ -78,11 +78,15 @@ def progress_columns(run: Run, model: str, smoothing: float) -> dict[str, Any]:
 
 def loss_columns(run: Run, scored: dict[str, Any]) -> dict[str, Any]:
     """Validation loss of the exported weights, or else the newest one measured in training."""
-    loss = scored.get("val_loss_nats", last(run.column("val", "val_loss_nats")[1]))
+    steps, losses = run.column("val", "val_loss_nats")
+    loss, step = last(losses), last(steps)
+    if "val_loss_nats" in scored:
+        loss, step = scored["val_loss_nats"], scored.get("step", run.num_steps)
     line = loss_baseline(run)
     known = is_finite(loss)
     return {
         "val_loss_nats": loss,
+        "val_loss_step": int(step) if known and step is not None else None,
         "val_loss_stderr_nats": scored.get("val_loss_stderr"),
         "perplexity": math.exp(loss) if known and loss < 100 else None,
         "bits_per_byte": scored.get("bits_per_byte"),

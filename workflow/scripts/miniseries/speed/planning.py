@@ -5,15 +5,13 @@ Memory follows from what the trainer keeps; speed from three rates, measured onc
 scaled by a device's published peaks. Tests compare both with `benchmarks/`.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miniseries.data.shards import HEADER_BYTES
+from miniseries.data.shards import HEADER_BYTES, PADDED_VOCAB_SIZE, VOCAB_SIZE
 from miniseries.markdown import markdown_table, number
 from miniseries.metrics import write_text
-from miniseries.model.gpt import PADDED_VOCAB_SIZE
-from miniseries.training.distributed import PEAK_BF16_TFLOPS
+from miniseries.training.devices import DEVICES
 
 GIBIBYTE = 1 << 30
 HEAD_ROWS = 16384  # rows whose logits exist at once on a GPU, see formulas.chunk_rows
@@ -40,31 +38,17 @@ SHARD_TOKENS = 100_000_000  # of a full shard on the hub
 CHECKPOINT_BYTES = 12  # a parameter: master weight and AdamW's two moments, fp32
 
 
-@dataclass(frozen=True)
-class Device:
-    """A kind of GPU; the peak rate stands in `distributed.PEAK_BF16_TFLOPS`."""
-
-    memory_gib: float  # as the driver shows it
-    terabytes_per_second: float  # vendor's data sheet
-
-
-DEVICES = {
-    "NVIDIA A100-SXM4-40GB": Device(39.4, 1.555),
-    "NVIDIA A100-SXM4-80GB": Device(79.2, 2.039),
-    "NVIDIA A100-PCIE-40GB": Device(39.4, 1.555),
-    "NVIDIA A100 80GB PCIe": Device(79.2, 1.935),
-    "NVIDIA H100 80GB HBM3": Device(79.1, 3.35),
-    "NVIDIA H100 PCIe": Device(79.1, 2.0),
-    "NVIDIA H200": Device(139.8, 4.8),
-}
-
-
 def num_elements(recipe: dict[str, Any]) -> int:
     """Parameters of the model, padding of the vocabulary included."""
     channels, layers = recipe["channels"], recipe["num_layers"]
     positions = recipe.get("num_positions") or recipe["sequence_length"]
     embeddings = (PADDED_VOCAB_SIZE + positions) * channels
     return embeddings + layers * (12 * channels**2 + 13 * channels) + 2 * channels
+
+
+def num_parameters(recipe: dict[str, Any]) -> int:
+    """Parameters of the published model: padding rows of the token table are not counted."""
+    return num_elements(recipe) - (PADDED_VOCAB_SIZE - VOCAB_SIZE) * recipe["channels"]
 
 
 def grad_accum_steps(recipe: dict[str, Any], micro_batch: int, processes: int) -> int:
@@ -174,7 +158,8 @@ def tokens_per_second(
     """Predicted speed of all processes together; None where no rate is known for the precision."""
     if recipe["precision"] not in ("bf16", "fp16") or device not in DEVICES:
         return None
-    peak, place = PEAK_BF16_TFLOPS[device] * 1e12, DEVICES[device]
+    place = DEVICES[device]
+    peak = place.bf16_tflops * 1e12
     tokens = recipe["total_batch_tokens"] / processes
     layers, channels = recipe["num_layers"], recipe["channels"]
     in_products = 6 * (12 * layers * channels**2 + PADDED_VOCAB_SIZE * channels) * tokens
@@ -220,20 +205,21 @@ def plan_row(
 def needs(settings: dict[str, Any]) -> dict[str, Any]:
     """What a run takes on any machine: tokens, disk, and what the data are to the model."""
     recipe, machine = settings["recipe"], settings["machine"]
-    elements = num_elements(recipe)
+    parameters = num_parameters(recipe)
     tokens = recipe["total_batch_tokens"] * recipe["max_steps"]
     # the newest ones and one that is being written; 0 keeps all that are ever made
     kept, every = machine["keep_checkpoints"], machine["checkpoint_every_steps"]
     made = 1 + (recipe["max_steps"] - 1) // every if every else 1
+    checkpoint_bytes = CHECKPOINT_BYTES * num_elements(recipe)  # padding rows, too
     shards = recipe["data"].get("num_shards")
     held = None if shards is None else shards * SHARD_TOKENS
     return {
         "run": settings["run"],
-        "num_elements": elements,
+        "num_parameters": parameters,
         "tokens": tokens,
-        "tokens_per_parameter": tokens / elements,
+        "tokens_per_parameter": tokens / parameters,
         "epochs": None if held is None else tokens / held,
-        "checkpoint_gb": CHECKPOINT_BYTES * elements * (min(made, kept or made) + 1) / 1e9,
+        "checkpoint_gb": checkpoint_bytes * (min(made, kept or made) + 1) / 1e9,
         "data_gb": None if shards is None else (shards + 1) * _shard_bytes() / 1e9,
     }
 
@@ -256,10 +242,10 @@ def plan_text(runs: list[dict[str, Any]], gpus: list[int], prices: dict[str, flo
     anywhere = [
         {
             "run": row["run"],
-            "parameters": f"{row['num_elements']:,}",
+            "parameters": f"{row['num_parameters']:,}",
             "tokens": f"{row['tokens'] / 1e9:.2f} B",
             "tokens a parameter": f"{row['tokens_per_parameter']:.0f}",
-            "20 a parameter": f"{20 * row['num_elements'] / 1e9:.1f} B",
+            "20 a parameter": f"{20 * row['num_parameters'] / 1e9:.1f} B",
             "times over the data": number(row["epochs"], ".2f"),
             "data": number(row["data_gb"]) + " GB",
             "checkpoints": number(row["checkpoint_gb"], ",.1f") + " GB",
@@ -289,8 +275,9 @@ def plan_text(runs: list[dict[str, Any]], gpus: list[int], prices: dict[str, flo
     ]
     return (
         "# Plan\n\nTraining steps alone, predicted: evaluation, checkpoints, and starts come on "
-        "top. More than two GPUs are\nan assumption. `largest` is the largest micro-batch that "
-        f"fits.\n\n{markdown_table(anywhere)}\n{markdown_table(paid)}"
+        "top. More than two GPUs are\nan assumption; without NVLink they are slower than it says. "
+        "`largest` is the largest micro-batch that\nfits. Parameters are counted without the rows "
+        f"that pad the token table.\n\n{markdown_table(anywhere)}\n{markdown_table(paid)}"
     )
 
 

@@ -16,19 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from miniseries.model.gpt import GPT
+from miniseries.training.devices import DEVICES
 from miniseries.training.supervisor import signals_heard
 
-# Dense bf16 peaks without sparsity, TFLOP/s, by exact device name: vendor data sheets; the two
-# H100 entries as llm.c's mfu.h has them, H200 as torchtitan (the same processor as H100 SXM)
-PEAK_BF16_TFLOPS = {
-    "NVIDIA A100-SXM4-40GB": 312.0,
-    "NVIDIA A100-SXM4-80GB": 312.0,
-    "NVIDIA A100-PCIE-40GB": 312.0,
-    "NVIDIA A100 80GB PCIe": 312.0,
-    "NVIDIA H100 80GB HBM3": 988.8,
-    "NVIDIA H100 PCIe": 756.0,
-    "NVIDIA H200": 989.5,
-}
 # Groups of blocks whose weights travel together: FSDP2's own work in Python, once a group, takes
 # longer than a group of GPU kernels when there are many
 MAX_GROUPS = 12
@@ -190,4 +180,5 @@ def peak_tflops(device: torch.device) -> float | None:
     """Peak bf16 rate of this device, TFLOP/s; None when unknown: never a guess."""
     if device.type != "cuda":
         return None
-    return PEAK_BF16_TFLOPS.get(torch.cuda.get_device_name(device))
+    found = DEVICES.get(torch.cuda.get_device_name(device))
+    return found and found.bf16_tflops
