@@ -500,9 +500,13 @@ def test_a_device_without_our_kernels_compiles_no_more_when_the_loss_scale_chang
     assert counter.frame_count == 1
 
 
-def test_fp8_refuses_sequences_that_its_products_cannot_take():
+@pytest.mark.parametrize(
+    ("channels", "length", "key"), [(32, 24, "sequence_length"), (40, 32, "channels")]
+)
+def test_fp8_refuses_shapes_that_its_products_cannot_take(channels, length, key):
     from miniseries.training.assembly import make_model
 
     machine = {"recompute": 0, "compile": True, "deterministic": False}
-    with pytest.raises(ValueError, match=r"multiple of 16.* 24; .*bf16"):
-        make_model(GPTConfig(1, 2, 32, 24), {"precision": "fp8"}, machine, torch.device("cuda"))
+    config = GPTConfig(1, 2, channels, length)
+    with pytest.raises(ValueError, match=rf"{key} to be a multiple of 16, .* (24|40); .*bf16"):
+        make_model(config, {"precision": "fp8"}, machine, torch.device("cuda"))

@@ -92,6 +92,7 @@ def test_a_run_writes_all_its_files_and_its_lines_are_llm_cs(unbroken):
     assert re.fullmatch(r"s:0 trl:\d+\.\d{4} lr:0\.001000 norm:\d+\.\d\d", log[0])
     assert re.fullmatch(r"s:12 tel:\d+\.\d{4}", log[-1])
     assert saved_steps(folder) == [4, 8, 12]
+    assert re.match(r"step 12\n---\n.+\n---\n$", (folder / "samples.txt").read_text(), re.DOTALL)
     assert (folder / "train.log").read_text().splitlines() == output.splitlines()
 
 
@@ -134,39 +135,56 @@ def test_every_split_of_a_batch_gives_the_same_losses_norms_and_weights(
         torch.testing.assert_close(ours[name], expected, rtol=1e-3, atol=2e-4)
 
 
-def three_steps(rank, port, world_size, settings, manifest, folder):
-    """One rank of a run; writes what the gathered weights are for it."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE="4")
+def three_steps(rank, port, local_size, settings, manifest, folder):
+    """One of four ranks of a run; writes down losses, norms, and its gathered weights as hashes."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="4", LOCAL_RANK=str(rank % local_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["LOCAL_WORLD_SIZE"] = str(local_size)
     torch.set_num_threads(1)
     run = trainer.Trainer(read_json(settings), load_manifest(manifest), None, folder, start_world())
-    first = hash_of(run.model)
-    for step in range(3):
-        run.train_step(step)
-    (folder / f"{rank}.txt").write_text(f"{first} {hash_of(run.model)}")
+    hashes = [hash_of(run.model.named_parameters())]
+    reports = [run.train_step(step) for step in range(3)]
+    hashes.append(hash_of(run.model.named_parameters()))
+    run.save(3)
+    run.wait_for_save()
+    losses = [(r.step, r.loss, r.grad_norm) for r in reports]
+    (folder / f"{rank}.json").write_text(json.dumps({"hashes": hashes, "losses": losses}))
     torch.distributed.destroy_process_group()
 
 
-def hash_of(model):
-    """Of all weights, gathered."""
-    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-    content = b"".join(tensor.detach().numpy().tobytes() for tensor in whole)
+def hash_of(weights):
+    """Of all weights by name, gathered."""
+    whole = [(n, t.full_tensor() if hasattr(t, "full_tensor") else t) for n, t in weights]
+    content = b"".join(t.detach().float().numpy().tobytes() for _, t in sorted(whole))
     return hashlib.sha256(content).hexdigest()
 
 
-def test_all_ranks_begin_with_the_weights_of_one_process_and_gather_the_same_after_three_steps(
-    manifest, tmp_path
+@pytest.mark.parametrize(
+    ("local_size", "changes"),
+    [
+        (2, {}),  # as on two nodes
+        pytest.param(4, {}, marks=pytest.mark.slow),
+        pytest.param(2, {"precision": "bf16", "master_weights": False}, marks=pytest.mark.slow),
+    ],
+)
+def test_four_ranks_begin_with_the_weights_of_one_and_gather_and_save_the_same_later(
+    unbroken, manifest, tmp_path, local_size, changes
 ):
-    settings = make_settings(tmp_path / "in.json", gpus=4, micro_batch=1)
+    settings = make_settings(tmp_path / "in.json", gpus=4, micro_batch=1, **changes)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    arguments = (port, 4, settings, manifest, tmp_path)
+    arguments = (port, local_size, settings, manifest, tmp_path)
     torch.multiprocessing.spawn(three_steps, arguments, nprocs=4)
-    ((first, last),) = {tuple((tmp_path / f"{rank}.txt").read_text().split()) for rank in range(4)}
+    first, *others = [read_json(tmp_path / f"{rank}.json") for rank in range(4)]
+    assert all(other == first for other in others)
     alone = GPT(GPTConfig.of_recipe(read_json(settings)["recipe"]))
+    alone.to(torch.bfloat16 if changes else torch.float32)
     init_weights(alone, 42)
-    assert first == hash_of(alone) != last
+    saved = hash_of(load_model_weights(checkpoint_folder(tmp_path, 3)).items())
+    assert first["hashes"] == [hash_of(alone.named_parameters()), saved]
+    for ours, expected in zip(first["losses"], losses(unbroken[0])[:3], strict=True):
+        assert ours == pytest.approx(expected, rel=1e-2 if changes else 1e-4)
 
 
 def kill_at(folder, settings, manifest, step, number):

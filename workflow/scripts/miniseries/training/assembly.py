@@ -34,7 +34,7 @@ def make_model(
     """A model on no device yet, with the formulas for this one; and whether it is compiled.
 
     Raises:
-        ValueError: this device, or this length of sequences, is none for the precision.
+        ValueError: this device, or this shape, is none for the precision.
     """
     with torch.device("meta"):
         model = GPT(config)
@@ -44,11 +44,12 @@ def make_model(
     compiled = device.type == "cuda" if machine["compile"] == "auto" else machine["compile"]
     if recipe["precision"] == "fp8" and not (compiled and device.type == "cuda"):
         raise ValueError("precision fp8 needs a GPU and machine.compile; set it to bf16")
-    if recipe["precision"] == "fp8" and config.sequence_length % 16:
-        raise ValueError(
-            f"precision fp8 needs a sequence_length that is a multiple of 16, and this one is "
-            f"{config.sequence_length}; change it, or set precision to bf16"
-        )
+    for key in ("sequence_length", "channels") if recipe["precision"] == "fp8" else ():
+        if getattr(config, key) % 16:  # what its products take
+            raise ValueError(
+                f"precision fp8 needs {key} to be a multiple of 16, and it is "
+                f"{getattr(config, key)}; change it, or set precision to bf16"
+            )
     if compiled:
         # whether what the extra `gpu` brings repeats bit by bit was not tried
         model.compile(device, recipe["precision"], with_extra=not machine["deterministic"])
