@@ -1,5 +1,10 @@
 """How a checkpoint is written: from one copy, by several threads, and how it is taken away."""
 
+import errno
+import os
+import threading
+import time
+
 import pytest
 import torch
 from stand_ins import make_dataset, make_settings
@@ -54,6 +59,28 @@ def test_as_many_threads_write_as_cores_are_there_within_bounds(run):
     run.wait_for_save()
     files = list(checkpoint_folder(run.folder, 1).glob("*.distcp"))
     assert len(files) == num_writers(checkpoint.num_cores(), 1)
+
+
+@pytest.mark.parametrize("full", ["saver", "_write_files_from_queue"])
+def test_a_checkpoint_of_which_any_thread_cannot_write_its_part_is_none(
+    run, monkeypatch, capsys, full
+):
+    fsync = os.fsync
+
+    def failing(handle):
+        here = threading.current_thread().name
+        if "saver" in here:
+            time.sleep(0.5)  # meanwhile the others take the other files
+        if full in here:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    run.save(1)
+    with pytest.raises(OSError, match=r"could not be written .* No space left on device; older"):
+        run.wait_for_save()
+    assert not saved_steps(run.folder) and not list(run.folder.glob("checkpoints/*"))
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_kill_while_a_checkpoint_is_deleted_leaves_none_that_looks_whole(run, monkeypatch):

@@ -8,6 +8,7 @@ temporary name, synced, and renamed once all ranks are done: a folder with the f
 import os
 import re
 import shutil
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from miniseries.data.shards import file_sha256
 from miniseries.metrics import num_cores, read_json, write_json
@@ -61,6 +64,32 @@ def num_writers(cores: int, local_processes: int) -> int:
     return min(max(cores // local_processes, MIN_WRITERS), MAX_WRITERS)
 
 
+class Writer(dcp.FileSystemWriter):
+    """PyTorch's writer, which itself passes over what its other threads raise (seen in torch 2.13).
+
+    A checkpoint without their files would take the place of older ones that are whole.
+    """
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
+        """See PyTorch.
+
+        Raises:
+            Exception: what any of the threads raised.
+        """
+        raised: list[BaseException | None] = []
+        hook, threading.excepthook = threading.excepthook, lambda a: raised.append(a.exc_value)
+        try:
+            results = super().write_data(plan, planner)
+        finally:
+            for thread in threading.enumerate():
+                if "_write_files_from_queue" in thread.name:  # left behind when this one failed
+                    thread.join()
+            threading.excepthook = hook
+        if len(results.value()) < len(plan.items):
+            raise next(filter(None, raised), OSError("a part is missing"))
+        return results
+
+
 def save_checkpoint(
     run_folder: Path,
     step: int,
@@ -86,7 +115,7 @@ def save_checkpoint(
     temporary = final.with_name(f"{final.name}.tmp")
     try:
         writers = num_writers(num_cores(), world.size // world.num_nodes)
-        writer = dcp.FileSystemWriter(temporary, thread_count=writers)  # syncs each file
+        writer = Writer(temporary, thread_count=writers)  # syncs each file
         # a third of the time of writing, and loading never looks at these checksums
         torch.serialization.set_crc32_options(False)
         dcp.save(tensors, storage_writer=writer, process_group=group)  # returns when all are done
