@@ -148,6 +148,19 @@ def test_a_loss_that_stays_high_is_a_divergence_since_its_first_step_and_a_spike
         off.check_course(step, 100.0)
 
 
+def test_a_run_s_divergence_z_is_that_of_its_losses_and_is_resumed_with_the_window():
+    recipe = {"skip_loss_z": 0.0, "skip_grad_z": 0.0, "precision": "fp32", "divergence_z": 3.0}
+    watching, resumed = guards.Guards(recipe), guards.Guards(recipe)
+    for step in range(200):
+        watching.judge(step, 3.0 + 0.01 * (step % 2), 1.0)
+    for step in range(200, 203):
+        assert watching.judge(step, 9.0, 1.0).reason_to_skip is None
+    resumed.load_state_dict(json.loads(json.dumps(watching.state_dict())))
+    resumed.judge(203, 9.0, 1.0)
+    with pytest.raises(Diverged, match="steps 200 to 204: the loss is more than 3"):
+        resumed.judge(204, 9.0, 1.0)
+
+
 def test_ranges_are_those_of_each_layer_and_the_steps_stay_the_same(manifest, tmp_path, start):
     run = start(tmp_path / "with", ranges_every_steps=3)
     with torch.no_grad():

@@ -27,7 +27,7 @@ from stand_ins import (
 )
 
 from miniseries.metrics import read_json, read_metrics
-from miniseries.training import microbatch
+from miniseries.training import microbatch, trial
 from miniseries.training.checkpoint import checkpoint_folder, load_model_weights, saved_steps
 from miniseries.training.launcher import freeze
 from miniseries.training.supervisor import STOPPED, Ears, _reserved_port, supervise
@@ -183,6 +183,25 @@ def test_auto_tries_the_powers_of_two_that_divide_a_process_s_share(tmp_path):
     assert steps == [8, 4, 2, 1]
     with pytest.raises(ValueError, match="does not hold a single sequence"):
         microbatch.lower(tmp_path, settings, 4, "GPU A")
+
+
+def test_the_trial_keeps_the_largest_that_fits_for_the_run_s_processes(
+    manifest, tmp_path, monkeypatch, capsys
+):
+    settings = make_settings(tmp_path / "in.json", micro_batch="auto", total_batch_tokens=1024)
+    frozen = freeze(settings, manifest, tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "GPU A")
+    monkeypatch.setattr(trial, "_fits", lambda _settings, size, *_more: size <= 4)
+    trial.find_micro_batch(tmp_path, processes=2)
+    assert capsys.readouterr().out.splitlines() == [
+        "micro_batch 16: out of memory",
+        "micro_batch 8: out of memory",
+        "micro_batch 4: fits",
+    ]
+    assert microbatch.choose(tmp_path, frozen, 2, "GPU A") == (4, "the largest that fits")
+    monkeypatch.setattr(trial, "_fits", lambda *_: False)
+    with pytest.raises(ValueError, match="does not hold a single sequence"):
+        trial.find_micro_batch(tmp_path, processes=2)
 
 
 def test_what_a_process_takes_at_once_divides_its_share():

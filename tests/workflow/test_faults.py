@@ -284,7 +284,7 @@ def test_edits_and_touched_data_schedule_no_training_and_delete_nothing(finished
     before = finished.snapshot("train", "export", "evaluate", "samples", "data")
     scripts = finished.folder / "workflow/scripts"
     files = [finished.folder / "Snakefile", *(finished.folder / "workflow/rules").iterdir()]
-    files += [scripts / "train_run.py", *(scripts / "miniseries").glob("*.py")]
+    files += [scripts / "train_run.py", *(scripts / "miniseries").rglob("*.py")]
     for file in files:
         with file.open("a") as stream:
             stream.write("# a comment\n")
