@@ -148,15 +148,18 @@ def test_a_loss_that_stays_high_is_a_divergence_since_its_first_step_and_a_spike
         off.check_course(step, 100.0)
 
 
-def test_a_run_s_divergence_z_is_that_of_its_losses_and_is_resumed_with_the_window():
-    recipe = {"skip_loss_z": 0.0, "skip_grad_z": 0.0, "precision": "fp32", "divergence_z": 3.0}
+def test_all_guards_go_on_from_a_checkpoint_as_they_were():
+    recipe = {"skip_loss_z": 0.0, "skip_grad_z": 5.0, "precision": "fp16", "divergence_z": 3.0}
     watching, resumed = guards.Guards(recipe), guards.Guards(recipe)
-    for step in range(200):
-        watching.judge(step, 3.0 + 0.01 * (step % 2), 1.0)
+    assert "overflow" in watching.judge(0, 3.0, math.inf).reason_to_skip
+    for step in range(1, 200):
+        watching.judge(step, 3.0 + 0.01 * (step % 2), 1.0 + 0.01 * (step % 2))
     for step in range(200, 203):
         assert watching.judge(step, 9.0, 1.0).reason_to_skip is None
     resumed.load_state_dict(json.loads(json.dumps(watching.state_dict())))
-    resumed.judge(203, 9.0, 1.0)
+    assert resumed.scale == watching.scale == 2.0**15
+    assert resumed.loss_scale.good_steps == 202
+    assert "grad z-score" in resumed.judge(203, 9.0, 2.0).reason_to_skip
     with pytest.raises(Diverged, match="steps 200 to 204: the loss is more than 3"):
         resumed.judge(204, 9.0, 1.0)
 

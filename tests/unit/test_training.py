@@ -148,7 +148,10 @@ def three_steps(rank, port, local_size, settings, manifest, folder):
     run.save(3)
     run.wait_for_save()
     losses = [(r.step, r.loss, r.grad_norm) for r in reports]
-    (folder / f"{rank}.json").write_text(json.dumps({"hashes": hashes, "losses": losses}))
+    moments = [state["exp_avg"] for state in run.optimizer.state.values()]
+    parts = [sum(t.to_local().numel() for t in own) for own in (run.model.parameters(), moments)]
+    found = {"hashes": hashes, "losses": losses, "parts": parts}
+    (folder / f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
 
@@ -179,6 +182,7 @@ def test_four_ranks_begin_with_the_weights_of_one_and_gather_and_save_the_same_l
     first, *others = [read_json(tmp_path / f"{rank}.json") for rank in range(4)]
     assert all(other == first for other in others)
     alone = GPT(GPTConfig.of_recipe(read_json(settings)["recipe"]))
+    assert first["parts"] == [sum(p.numel() for p in alone.parameters()) // local_size] * 2
     alone.to(torch.bfloat16 if changes else torch.float32)
     init_weights(alone, 42)
     saved = hash_of(load_model_weights(checkpoint_folder(tmp_path, 3)).items())
