@@ -128,6 +128,7 @@ def test_a_killed_process_is_started_again_and_loses_nothing(unbroken, manifest,
     workers(process)[rank].kill()
     assert process.wait(timeout=300) == 0, said(tmp_path)
     assert f"process {rank} was killed by SIGKILL; starting again from step 4" in said(tmp_path)
+    assert "Traceback" not in said(tmp_path), "of the one that waited for it"
     assert losses(tmp_path) == unbroken
     (restart,) = read_metrics(tmp_path / "metrics.jsonl")["restart"]
     assert restart["step"] == 4
@@ -419,6 +420,14 @@ def test_processes_that_die_again_and_again_are_given_up(tmp_path):
         outcome = supervise([sys.executable, "-c", program], 2, 60, ears)
     assert -signal.SIGSEGV in outcome.codes
     assert re.search(r"process [01] was killed by SIGSEGV", outcome.reason())
+
+
+def test_the_process_that_failed_is_named_and_not_the_one_that_waited_for_it():
+    program = "import os, time; os.environ['RANK'] == '1' and os._exit(70); time.sleep(60)"
+    with Ears() as ears:
+        outcome = supervise([sys.executable, "-c", program], 2, 60, ears)
+    assert outcome.codes == [-signal.SIGKILL, 70] and outcome.killed == [0]
+    assert outcome.reason() == "process 1 ended with 70"
 
 
 def test_ctrl_c_while_modules_load_is_no_traceback(manifest, tmp_path):

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -83,3 +84,15 @@ def test_what_a_user_can_mend_is_one_line_and_exit_code_1(capsys):
         run_main(fail)
     assert leaving.value.code == 1
     assert capsys.readouterr().err == "error: this is wrong, do that\n"
+
+
+def test_a_full_disk_is_named_with_its_remedy(capsys):
+    def fail():
+        Path("/dev/full").write_text("x")
+
+    with pytest.raises(SystemExit):
+        run_main(fail)
+    expected = (
+        "error: [Errno 28] No space left on device; make room on the disk of results/ and give"
+    )
+    assert capsys.readouterr().err.startswith(expected)

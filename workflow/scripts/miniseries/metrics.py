@@ -1,6 +1,7 @@
 """Files and records every stage shares: atomic writes, JSON lines, and one-line errors."""
 
 import ctypes
+import errno
 import hashlib
 import json
 import os
@@ -159,7 +160,9 @@ def run_main(function: Callable[..., Any], **arguments: Any) -> None:
     try:
         function(**arguments)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "; make room on the disk of results/ and give the same command again"
+        print(f"error: {error}{remedy if is_full else ''}", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:  # Ctrl-C: where it came is of no use to anybody
         raise SystemExit(130) from None

@@ -87,6 +87,7 @@ class Outcome:
     num_steps: int  # optimizer steps that all processes did
     silent: list[int] = field(default_factory=list)  # ranks that hung, or waited for one that did
     is_late: bool = False  # some did not end in time after a signal
+    killed: list[int] = field(default_factory=list)  # ranks that were still there at the end
 
     @property
     def is_stop(self) -> bool:
@@ -98,7 +99,7 @@ class Outcome:
         """What happened, for the log; the first cause where there are several."""
         if self.silent:
             return f"no sign of life from process {', '.join(map(str, self.silent))}"
-        failed = [rank for rank, code in enumerate(self.codes) if code]
+        failed = [r for r, code in enumerate(self.codes) if code and r not in self.killed]
         by_signal = [r for r in failed if self.codes[r] < 0]
         rank = (by_signal or failed)[0]
         code = self.codes[rank]
@@ -173,6 +174,7 @@ def supervise(command: list[str], processes: int, stall_seconds: float, ears: Ea
         try:
             _watch(group, stall_seconds, ears, outcome)
         finally:
+            outcome.killed = [r for r, p in enumerate(group) if p.child.poll() is None]
             for process in group:
                 process.send(signal.SIGKILL)
     outcome.codes = [process.child.wait() for process in group]

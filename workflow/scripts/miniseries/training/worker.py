@@ -4,6 +4,7 @@ import faulthandler
 import os
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -15,7 +16,13 @@ from miniseries.metrics import die_with_parent, read_json
 from miniseries.training import determinism
 from miniseries.training.assembly import attention_kernels
 from miniseries.training.distributed import Interrupted, start_world
-from miniseries.training.supervisor import CRASHED, OUT_OF_MEMORY, STOPPED, Heartbeat
+from miniseries.training.supervisor import (
+    CRASHED,
+    OUT_OF_MEMORY,
+    SECONDS_FOR_THE_OTHERS,
+    STOPPED,
+    Heartbeat,
+)
 from miniseries.training.trainer import Trainer
 
 
@@ -51,10 +58,13 @@ def train(manifest: Path, questions: Path | None, folder: Path, done: Path) -> N
     except torch.OutOfMemoryError as error:
         print(f"process {world.rank}: {error}", file=sys.stderr)
         _leave_at_once(OUT_OF_MEMORY)
-    except Exception:
+    except Exception as error:
         # when the others have left already, what they leave behind is no fault
         is_stop = trainer is not None and trainer.stop_flag.signal is not None
         if not is_stop:
+            if isinstance(error, RuntimeError) and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+                # perhaps another one failed: then the launcher ends this one before it speaks
+                time.sleep(SECONDS_FOR_THE_OTHERS + 1)
             traceback.print_exc()
         _leave_at_once(STOPPED if is_stop else CRASHED)
     dist.destroy_process_group()
