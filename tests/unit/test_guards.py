@@ -143,6 +143,10 @@ def test_a_loss_that_stays_high_is_a_divergence_since_its_first_step_and_a_spike
     with pytest.raises(Diverged, match="steps 8 to 12: the loss is") as caught:
         resumed.check_course(12, 4.0)
     assert caught.value.since == 8
+    resumed.load_state_dict(kept)
+    with pytest.raises(Diverged, match="step 12: loss nan") as caught:
+        resumed.check_finite(12, math.nan, 1.0)
+    assert caught.value.since == 8, "it was on its way then"
     off = DivergenceDetector(limit=0.0)
     for step in range(20):
         off.check_course(step, 100.0)

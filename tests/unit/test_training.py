@@ -24,9 +24,8 @@ from stand_ins import (
 )
 
 from miniseries.data.shards import load_manifest
-from miniseries.metrics import read_json, read_metrics
-from miniseries.model.gpt import GPT, GPTConfig, init_weights
-from miniseries.training import checkpoint, memory, trainer
+from miniseries.metrics import read_json, read_metrics, write_json
+from miniseries.training import checkpoint, memory, ranges, trainer
 from miniseries.training.checkpoint import checkpoint_folder, load_model_weights, saved_steps
 from miniseries.training.distributed import start_world
 from miniseries.training.launcher import freeze, launch
@@ -143,6 +142,7 @@ def three_steps(rank, port, local_size, settings, manifest, folder):
     torch.set_num_threads(1)
     run = trainer.Trainer(read_json(settings), load_manifest(manifest), None, folder, start_world())
     hashes = [hash_of(run.model.named_parameters())]
+    rms = ranges.activation_ranges(run.model, torch.arange(32)[None])["rms"]["residual"]
     reports = [run.train_step(step) for step in range(3)]
     hashes.append(hash_of(run.model.named_parameters()))
     run.save(3)
@@ -150,7 +150,7 @@ def three_steps(rank, port, local_size, settings, manifest, folder):
     losses = [(r.step, r.loss, r.grad_norm) for r in reports]
     moments = [state["exp_avg"] for state in run.optimizer.state.values()]
     parts = [sum(t.to_local().numel() for t in own) for own in (run.model.parameters(), moments)]
-    found = {"hashes": hashes, "losses": losses, "parts": parts}
+    found = {"hashes": hashes, "losses": losses, "parts": parts, "rms": rms}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
@@ -171,7 +171,7 @@ def hash_of(weights):
     ],
 )
 def test_four_ranks_begin_with_the_weights_of_one_and_gather_and_save_the_same_later(
-    unbroken, manifest, tmp_path, local_size, changes
+    unbroken, manifest, tmp_path, one_world, local_size, changes
 ):
     settings = make_settings(tmp_path / "in.json", gpus=4, micro_batch=1, **changes)
     with socket.socket() as probe:
@@ -181,10 +181,10 @@ def test_four_ranks_begin_with_the_weights_of_one_and_gather_and_save_the_same_l
     torch.multiprocessing.spawn(three_steps, arguments, nprocs=4)
     first, *others = [read_json(tmp_path / f"{rank}.json") for rank in range(4)]
     assert all(other == first for other in others)
-    alone = GPT(GPTConfig.of_recipe(read_json(settings)["recipe"]))
+    alone = in_this_process(tmp_path / "alone", manifest, **changes).model
     assert first["parts"] == [sum(p.numel() for p in alone.parameters()) // local_size] * 2
-    alone.to(torch.bfloat16 if changes else torch.float32)
-    init_weights(alone, 42)
+    rms = ranges.activation_ranges(alone, torch.arange(32)[None])["rms"]["residual"]
+    assert first["rms"] == pytest.approx(rms, rel=1e-5)
     saved = hash_of(load_model_weights(checkpoint_folder(tmp_path, 3)).items())
     assert first["hashes"] == [hash_of(alone.named_parameters()), saved]
     for ours, expected in zip(first["losses"], losses(unbroken[0])[:3], strict=True):
@@ -549,6 +549,8 @@ def test_branches_of_one_trunk_are_the_runs_that_train_every_step_themselves(
         return folder
 
     trunk = train("trunk", max_steps=20, export_steps=[4, 8])
+    state = checkpoint_folder(trunk, 8) / "trainer.json"
+    write_json(state, read_json(state) | {"wall_seconds": 1e6})
     for last, step in [(5, 4), (10, 8)]:
         whole = train(f"whole-{last}", max_steps=last)
         branch = {"max_steps": last, "branch_from": f"trunk@{step}"}
@@ -557,7 +559,7 @@ def test_branches_of_one_trunk_are_the_runs_that_train_every_step_themselves(
         assert weights_hash(ours, last) == weights_hash(whole, last)
         done = read_json(ours / "done.json")
         assert done["trained_tokens"] == (last - step) * 256
-        assert done["tokens_seen"] == last * 256
+        assert done["tokens_seen"] == last * 256 and done["wall_seconds"] < 1e5
         records = read_metrics(ours / "metrics.jsonl")
         assert records["start"][0]["branch_from"] == f"trunk@{step}"
 
@@ -571,7 +573,8 @@ def test_other_precisions_learn_as_fp32_does_and_resume_bit_by_bit(
 ):
     def run_steps(folder, first, last):
         run = in_this_process(folder, manifest, **changes)
-        assert run.first_step == first
+        assert run.first_step == first == len(run.guards.loss_detector.window)
+        assert (run.wall_seconds_before > 0) == (first > 0)
         reports = [run.train_step(step) for step in range(first, last)]
         run.save(last)
         run.wait_for_save()
@@ -632,3 +635,5 @@ def test_the_metrics_hold_every_number_with_its_unit(unbroken):
     assert train["tokens_seen"] == 256
     assert records[0]["kind"] == "start"
     assert records[-1]["kind"] == "done"
+    val = next(r for r in records if r["kind"] == "val")
+    assert (val["step"], val["tokens_seen"], val["num_tokens"]) == (12, 12 * 256, 1024)
