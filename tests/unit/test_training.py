@@ -1,3 +1,4 @@
+import dataclasses
 import hashlib
 import json
 import math
@@ -516,6 +517,17 @@ def test_step_times_add_up_to_what_the_clock_says(manifest, tmp_path, one_world)
     began = time.perf_counter()
     steps = [run.train_step(step).seconds for step in range(1, 12)]
     assert sum(steps) == pytest.approx(time.perf_counter() - began, rel=0.02)
+
+
+def test_utilisation_is_of_the_peak_of_all_gpus_and_counts_attention(
+    manifest, tmp_path, one_world, monkeypatch
+):
+    run = in_this_process(tmp_path, manifest)
+    monkeypatch.setattr(trainer, "peak_tflops", lambda _device: 100.0)
+    run.world = dataclasses.replace(run.world, size=8)
+    journal = run._make_journal()
+    assert journal.peak_flops == 8 * 100e12
+    assert journal.flops_per_token == 6 * run.num_elements + 6 * 2 * 16 * 32  # layers, channels, T
 
 
 def test_positions_that_no_text_reaches_are_named(manifest, tmp_path, one_world, capsys):
