@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from miniseries.data.encode import gpt2_encoding
-from miniseries.data.shards import build_manifest, describe_shard, write_shard
+from miniseries.data.shards import build_manifest, describe_shard, file_sha256, write_shard
 from miniseries.evaluation import export
 from miniseries.evaluation.export import export_llmc, export_model, push_model
 from miniseries.evaluation.huggingface import load_export
@@ -311,6 +311,21 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, run):
     with pytest.raises(ValueError, match=r"its fingerprint is 000.*parts of two runs"):
         export_model(run / "done.json", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_last_checkpoint_that_is_not_as_it_was_is_never_exported(tmp_path, run):
+    marker = json.loads((run / "done.json").read_text())
+    files = sorted(path for path in (run / marker["checkpoint"]).iterdir())
+    facts = {str(path.relative_to(run)): {"sha256": file_sha256(path)} for path in files}
+    change_json(run / "done.json", files=facts)
+    export_model(run / "done.json", tmp_path / "out")
+    part = next(path for path in files if path.suffix == ".distcp")
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 1
+    part.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{part.name}: missing, or not as it was"):
+        export_model(run / "done.json", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
 
 
 def test_weights_of_another_shape_than_the_recipe_are_refused(tmp_path, run):

@@ -15,6 +15,7 @@ from miniseries.settings import (
     MACHINE_KEYS,
     RECIPE_KEYS,
     check_frozen,
+    check_unique_keys,
     is_kept,
     recipe_fingerprint,
     resolve_runs,
@@ -293,6 +294,18 @@ def test_missing_section_is_named(config):
     assert "runs: missing; needed is keys with values" in refusal(config)
 
 
+def test_a_key_that_stands_twice_is_refused_with_its_lines(tmp_path):
+    file = tmp_path / "mine.yaml"
+    for text in ("", "runs:\n  a: &a {seed: 3}\n  b: {<<: *a, seed: 1}\n  c: [*a, *a]\n"):
+        file.write_text(text)
+        check_unique_keys(file)
+    file.write_text("runs:\n  a: {seed: 1, seed: 2}\n  b: {}\n  a: {}\n")
+    with pytest.raises(ValueError, match="has 2 problems") as refusal:
+        check_unique_keys(file)
+    assert f"{file}: seed stands in line 2 and in line 2" in str(refusal.value)
+    assert f"{file}: a stands in line 2 and in line 4" in str(refusal.value)
+
+
 def test_every_problem_gets_its_own_line(config):
     config["runs"]["tiny"]["seed"] = -1
     config["plots"]["dpi"] = "fine"
@@ -552,5 +565,5 @@ class TestFrozenSettings:
             ("{}", "lacks recipe"),
         ):
             started[0].write_text(text)
-            with pytest.raises(ValueError, match=rf"settings\.json: .*{problem}.*; delete it"):
+            with pytest.raises(ValueError, match=rf"settings\.json: .*{problem}.*; bring it back"):
                 check_frozen(resolve(config).runs["tiny"], *started)

@@ -14,6 +14,7 @@ from miniseries.data.fetch import shard_files
 from miniseries.data.origin import check_origin
 from miniseries.settings import (
     check_frozen,
+    check_unique_keys,
     is_kept,
     resolve_runs,
     start_file,
@@ -24,6 +25,8 @@ from miniseries.settings import (
 with open(f"{workflow.basedir}/workflow/schemas/config.schema.yaml") as file:
     SCHEMA = yaml.safe_load(file)
 try:
+    for configfile in workflow.configfiles:
+        check_unique_keys(Path(configfile))
     validate_config(config, SCHEMA)
     CATALOGUE = resolve_runs(config, SCHEMA)
 except ValueError as error:

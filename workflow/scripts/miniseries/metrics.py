@@ -74,7 +74,8 @@ def read_json(path: Path, keys: Sequence[str] = (), remedy: str = MADE_AGAIN) ->
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
+        advice = "" if remedy == MADE_AGAIN else f"; {remedy}"
+        raise ValueError(f"{path}: no such file{advice}") from None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jsonschema import Draft202012Validator as Validator
 
 from miniseries.metrics import read_json
@@ -100,6 +101,29 @@ def validate_config(config: dict[str, Any], schema: dict[str, Any]) -> None:
     _raise_problems(list(dict.fromkeys(problems)))
 
 
+def check_unique_keys(file: Path) -> None:
+    """Refuse a YAML file that states a key twice: YAML takes the last one without a word.
+
+    Raises:
+        ValueError: one line for each such key, with the lines of the file.
+    """
+    _raise_problems(
+        list(dict.fromkeys(_twice(yaml.compose(file.read_text(encoding="utf-8")), file)))
+    )
+
+
+def _twice(node: yaml.Node | None, file: Path) -> Iterator[str]:
+    lines: dict[str, int] = {}
+    for entry in node.value if isinstance(node, yaml.CollectionNode) else []:
+        key, value = entry if isinstance(entry, tuple) else (None, entry)
+        if isinstance(key, yaml.ScalarNode):
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                yield f"{file}: {key.value} stands in line {lines[key.value]} and in line {line}"
+            lines[key.value] = line
+        yield from _twice(value, file)
+
+
 def resolve_runs(config: dict[str, Any], schema: dict[str, Any]) -> Catalogue:
     """Work out every run: defaults, `machine:`, `extends:`, and sweeps.
 
@@ -181,7 +205,8 @@ def check_frozen(settings: dict[str, Any], frozen: Path, manifest: Path) -> None
     """
     if not frozen.exists():
         return
-    old = read_json(frozen, ["recipe"])
+    remedy = "bring it back from a copy; while the run is not complete it may also be deleted"
+    old = read_json(frozen, ["recipe"], remedy)
     run, folder = settings["run"], frozen.parent
     advice = f"add a run with another name that says `extends: {run}`"
     changes = list(_differences(old["recipe"], settings["recipe"], ""))

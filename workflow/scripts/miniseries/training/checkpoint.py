@@ -251,7 +251,7 @@ def read_marker(marker: Path) -> tuple[Path, dict[str, Any]]:
     run_folder = marker.parent.parent if marker.parent.name == "saved" else marker.parent
     settings = read_json(run_folder / "settings.json", ["recipe", "fingerprint"], NOT_HERE)
     checkpoint = run_folder / content["checkpoint"]
-    state = read_json(checkpoint / STATE, STATE_KEYS, NOT_HERE)
+    state = read_json(checkpoint / STATE, ["step", "fingerprint"], NOT_HERE)
     for key, wanted in (("step", content["step"]), ("fingerprint", settings["fingerprint"])):
         if state[key] != wanted:
             raise ValueError(

@@ -41,10 +41,22 @@ def read_run(marker: Path) -> tuple[GPTConfig, dict[str, torch.Tensor], dict[str
         ValueError: the run folder or the checkpoint is damaged.
     """
     checkpoint, settings = read_marker(marker)
+    _check_files(marker, checkpoint.parents[1])
     config = GPTConfig.of_recipe(settings["recipe"])
     weights = load_model_weights(checkpoint)
     huggingface.check_shapes(weights, config, checkpoint)
     return config, weights, settings
+
+
+def _check_files(marker: Path, run_folder: Path) -> None:
+    """Compare a checkpoint with the hashes that done.json has; other markers have none."""
+    for name, facts in read_json(marker).get("files", {}).items():
+        file = run_folder / name
+        if not file.exists() or file_sha256(file) != facts["sha256"]:
+            raise ValueError(
+                f"{file}: missing, or not as it was when the run was completed; bring it back from "
+                "a copy, or take an earlier step"
+            )
 
 
 def read_start(file: Path) -> tuple[GPTConfig, dict[str, torch.Tensor]]:
