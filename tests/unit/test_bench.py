@@ -4,6 +4,8 @@ import json
 import math
 import subprocess
 import sys
+import time
+import types
 from dataclasses import replace
 
 import pytest
@@ -61,6 +63,37 @@ def test_the_bench_takes_the_trainers_own_steps(job, tmp_path):
     run = Trainer(job.settings, job.manifest, None, tmp_path, job.world)
     losses = [run.train_step(step).loss for step in range(4)]
     assert last_loss(job) == losses[-1]
+
+
+def test_figures_of_timed_steps_by_hand(monkeypatch):
+    counters = {"stats": {"unique_graphs": 5}, "graph_break": {"reason": 2}}
+    monkeypatch.setattr(torch._dynamo.utils, "counters", counters)
+    run = types.SimpleNamespace(
+        tokens_per_step=100,
+        loader=types.SimpleNamespace(micro_batch_at=lambda: time.sleep(0.02)),
+        journal=types.SimpleNamespace(mfu_percent=lambda speed: speed / 2),
+    )
+
+    def train_step(step):
+        run.loader.micro_batch_at()
+        counters["stats"]["unique_graphs"] += step in (1, 2, 5)
+        return types.SimpleNamespace(seconds={1: 99.0}.get(step, step - 1.0), loss=10.0 - step)
+
+    run.train_step = train_step  # 1, 2, 3, 4, and 5 seconds are timed
+    found = bench.time_steps(run, 5)
+    assert found.pop("data_wait_share") == pytest.approx(5 * 0.02 / 15, rel=0.5)
+    assert found.pop("tokens_per_second") == pytest.approx(
+        {"median": 100 / 3, "p10": 22, "p90": 80}
+    )
+    assert found == {
+        "step_ms": 3000,
+        "mfu_percent": pytest.approx(100 / 6),
+        "p99_by_median": pytest.approx(4.96 / 3),
+        "recompiles_after_step_3": 1,
+        "graph_breaks": 2,
+        "repetitions": 5,
+        "loss_nats": 4.0,
+    }
 
 
 @pytest.mark.parametrize("rung", ["fp32", "flash", "padded"])
