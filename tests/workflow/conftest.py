@@ -52,8 +52,10 @@ if name == "prepare_dataset":
     from miniseries.data.origin import describe_files, write_note
 
     entry = json.loads(options["--dataset"][0])
-    if entry["source"] in ("files", "shards"):
+    try:
         write_note(Path(options["--folder"][0]), entry, describe_files(entry))
+    except (KeyError, ValueError):
+        pass  # no dataset of one's own, or one whose files are not in the copy
 if name == "fetch_shard":
     write(Path(options["--folder"][0]) / options["--shard"][0])
     write(Path(options["--folder"][0]) / (options["--shard"][0] + ".json"))

@@ -40,6 +40,15 @@ SERIES = [run for name in config["series"] for run in TARGETS[name]]
 SERIES_FIGURES = {"miniseries": [name for name in TARGETS if name in RUNS]} | SWEEPS
 
 
+def refuse(error):
+    """End before anything runs, with one message.
+
+    For functions that Snakemake calls while it builds the job graph: it would wrap an exception in
+    its own words, or swallow it and call old files up to date.
+    """
+    raise SystemExit(f"error: {error}") from None
+
+
 def datasets_from(*sources):
     """Names of the datasets with one of these sources."""
     return [name for name, entry in DATASETS.items() if entry["source"] in sources]
@@ -142,7 +151,7 @@ def own_dataset(wildcards):
         try:
             warning = check_origin(name, DATASETS[name], folder, Path("results/train"))
         except ValueError as error:
-            raise SystemExit(f"error: {error}") from None
+            refuse(error)
         if warning and name not in WARNED:
             WARNED.add(name)
             logger.warning(f"warning: {warning}")
@@ -170,15 +179,14 @@ def manifest_of_run(wildcards):
     """Manifest for the rule that trains; refuses other settings than the run was started with.
 
     Snakemake asks while it builds the job graph: before anything runs, in a dry run too, and also
-    for a run that is complete, whose done.json therefore stays. It would swallow an exception and
-    call old scores up to date, wherever a file that depends on the run exists; so this exits.
+    for a run that is complete, whose done.json therefore stays.
     """
     folder = Path(f"results/train/{wildcards.run}")
     manifest = manifest_path(wildcards.run)
     try:
         check_frozen(RUNS[wildcards.run], folder / "settings.json", Path(manifest))
     except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
+        refuse(error)
     return manifest
 
 
@@ -253,7 +261,7 @@ def marker_of(model):
     marker = folder / f"saved/{step}.json" if step else folder / "done.json"
     can_wait = marker.exists() or (folder / "done.json").exists()
     if step and not can_wait and not is_kept(RUNS[run], int(step)):
-        raise WorkflowError(
+        refuse(
             f"run {run!r} keeps no checkpoint of step {step}: add it to the run's `export_steps:`"
         )
     return str(marker)
@@ -263,9 +271,7 @@ def repository_of_model(wildcards):
     """Where on the hub a model goes."""
     owner = config["hub"]["owner"]
     if not owner:
-        raise WorkflowError(
-            "hub.owner is empty; name the account or organisation to push to"
-        )
+        refuse("hub.owner is empty; name the account or organisation to push to")
     return f"{owner}/{wildcards.model.replace('@', '-step-')}"
 
 
@@ -302,9 +308,7 @@ def tasks_of(kind):
             try:
                 check_tasks(wanted, scores)
             except ValueError as error:
-                raise SystemExit(
-                    f"error: {error}. Nothing of {scores} was touched"
-                ) from None
+                refuse(f"{error}. Nothing of {scores} was touched")
         return wanted
 
     return tasks
@@ -420,7 +424,7 @@ def measured_speeds(wildcards):
 
 
 def refuse_target(wildcards):
-    """Raise an error that names the targets near the unknown one."""
+    """Refuse a target, with the names of those near it."""
     stages = "train export llmc push evaluate harness leaderboard samples".split()
     known = [f"{stage}_{name}" for stage in stages for name in TARGETS]
     known += [f"{stage}_{name}" for stage in ("data", "verify") for name in DATASETS]
@@ -439,7 +443,7 @@ def refuse_target(wildcards):
     hint = (
         f"did you mean train_{wanted}?" if wanted in TARGETS else suggest(wanted, known)
     )
-    raise WorkflowError(
+    refuse(
         f"there is no target {wanted!r}; {hint} "
         f"Runs: {', '.join(TARGETS)}. Datasets: {', '.join(DATASETS)}. "
         "Runs of a file of your own need its --configfile."

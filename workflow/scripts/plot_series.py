@@ -1,4 +1,4 @@
-"""Draw several runs in one figure; rules `plot_series` and `plot_sweep` start this.
+"""Draw several runs in one figure; rule `plot_series` starts this.
 
 Example: plot_series.py --title "GPT-2 miniseries" --runs 124m 350m \
     --metrics results/train/124m/metrics.jsonl results/train/350m/metrics.jsonl \

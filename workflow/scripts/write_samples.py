@@ -1,4 +1,4 @@
-"""Let an exported model continue prompts; rule `samples` calls this."""
+"""Let an exported model continue prompts; rule `write_samples` calls this."""
 
 import argparse
 from pathlib import Path

@@ -57,7 +57,7 @@ class Evaluator:
         val_loss = scores["val_loss_nats"]
         self.journal.validation(step, scores)
         if with_questions and self.questions is not None:
-            progress = functools.partial(self.go_on, "HellaSwag")
+            progress = functools.partial(self.go_on, "endings of questions")
             scores = choice_scores(self.model, self.questions, **self.shared, progress=progress)
             self.journal.hellaswag(step, scores)
         return val_loss
