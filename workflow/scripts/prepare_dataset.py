@@ -1,6 +1,7 @@
 """Make one dataset: what is missing of its shards, questions, and at the end its manifest.
 
-Rules `prepare_dataset`, `check_shards`, `list_shards`, and `pack_dataset` call it. An interrupted call goes on.
+Rules `prepare_dataset`, `check_shards`, `list_shards`, and `pack_dataset` call it. An interrupted
+call goes on.
 """
 
 import argparse
