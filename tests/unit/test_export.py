@@ -371,6 +371,13 @@ def test_a_folder_in_the_layout_of_openai_is_read_too(exported, model):
     assert (info["run"], info["step"], info["dtype"]) == ("small", None, "float32")
 
 
+@pytest.mark.parametrize("text", ["{}", "[]", "{"])
+def test_a_damaged_description_of_an_export_is_named(exported, text):
+    (exported / "export.json").write_text(text)
+    with pytest.raises(ValueError, match=r"export\.json: .*; export the model again"):
+        load_export(exported)
+
+
 @pytest.mark.parametrize("with_info", [True, False])
 def test_a_file_that_is_cut_short_is_refused(exported, with_info):
     path = exported / "model.safetensors"

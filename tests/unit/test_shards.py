@@ -109,6 +109,10 @@ def test_a_damaged_manifest_is_named(tmp_path):
     path.write_text("{}")
     with pytest.raises(ValueError, match=r"manifest\.json: not a dataset's manifest"):
         load_manifest(path)
+    path.write_text('{"dataset": "d", "shards": [3]}')
+    for read in (load_manifest, verify_shards):
+        with pytest.raises(ValueError, match=r"manifest\.json: not a dataset's manifest"):
+            read(path)
     path.write_text(path.read_text()[:-1])
     with pytest.raises(ValueError, match=r"manifest\.json"):
         load_manifest(path)

@@ -267,3 +267,15 @@ def test_pages_show_markdown_and_tables_as_html(tmp_path):
     assert "<h1>Texts</h1>" in page and "<strong>Once</strong>" in page
     assert "&lt;b&gt;*raw*" in page and "<b>" not in page
     assert "<tr><td>GPT-2</td><td>3.2</td></tr>" in page
+
+
+def test_a_page_of_damaged_files_names_them(tmp_path):
+    (tmp_path / "a.json").write_text('{"a": ')
+    line = [sys.executable, SCRIPTS / "render_page.py", "--title", "t", "--output", tmp_path / "p"]
+    result = subprocess.run([*line, "--files", tmp_path / "a.json"], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert f"error: {tmp_path / 'a.json'}: not valid JSON" in result.stderr
+    (tmp_path / "b.md").write_bytes(b"\xff text")
+    (tmp_path / "c.tsv").write_text("")
+    subprocess.run([*line, "--files", tmp_path / "b.md", tmp_path / "c.tsv"], check=True)
+    assert "text" in (tmp_path / "p").read_text()

@@ -100,6 +100,20 @@ def test_published_speeds_have_a_source_and_belong_to_a_run():
         assert line["tokens_per_second"] or line["peak_gib"]
 
 
+@pytest.mark.parametrize("text", ["[]", "{}", ""])
+def test_a_damaged_row_is_named(tmp_path, text):
+    row = tmp_path / "row.json"
+    row.write_text(text)
+    for read in (
+        lambda: collect([row], tmp_path, tmp_path / "out.md"),
+        lambda: write_profile([row], tmp_path / "out.md"),
+        lambda: write_ladder([row], tmp_path / "out.md", []),
+        lambda: read_devices([row]),
+    ):
+        with pytest.raises(ValueError, match=r"row\.json: .*; delete it to have it made again"):
+            read()
+
+
 def test_rows_become_a_file_of_their_device_and_a_table(files, tmp_path, capsys):
     collect(files, tmp_path / "bench", tmp_path / "bench.md")
     content = read_json(tmp_path / "bench" / "NVIDIA-H200.json")

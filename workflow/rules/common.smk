@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -12,6 +13,7 @@ from snakemake.logging import logger
 sys.path.append(f"{workflow.basedir}/workflow/scripts")
 from miniseries.data.fetch import shard_files
 from miniseries.data.origin import check_origin
+from miniseries.metrics import read_json
 from miniseries.settings import (
     check_frozen,
     check_unique_keys,
@@ -229,9 +231,9 @@ def start_option(wildcards, input, output):
 
 def settings_of_run(wildcards):
     """Settings of the run as JSON; of a complete run those that it was trained with."""
-    written = Path(f"results/settings/{wildcards.run}.json")
-    if is_done(wildcards.run) and written.exists():
-        return json.dumps(json.loads(written.read_text()))
+    if is_done(wildcards.run):
+        with suppress(ValueError):  # gone or damaged
+            return json.dumps(read_json(Path(f"results/settings/{wildcards.run}.json")))
     return json.dumps(RUNS[wildcards.run])
 
 

@@ -5,7 +5,6 @@ Example: render_page.py --title tiny --files results/evaluate/tiny/val_loss.json
 
 import argparse
 import csv
-import json
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from markdown_it import MarkdownIt
 
-from miniseries.metrics import run_main, write_text
+from miniseries.metrics import read_json, run_main, write_text
 
 MOST_COLUMNS = 12
 HEAD = """<!DOCTYPE html><meta charset="utf-8"><title>{0}</title><style>
@@ -35,15 +34,15 @@ def flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 def render(file: Path) -> str:
     """One file as HTML; a table with very many columns is turned, so that it fits a screen."""
-    text = file.read_text(encoding="utf-8")
+    text = file.read_text(encoding="utf-8", errors="replace")
     if file.suffix == ".md":
         return MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     if file.suffix == ".tsv":
         rows = list(csv.reader(text.splitlines(), delimiter="\t"))
-        if len(rows[0]) > MOST_COLUMNS:
+        if rows and len(rows[0]) > MOST_COLUMNS:
             rows = list(zip(*rows, strict=True))
     else:
-        rows = list(flatten(json.loads(text)))
+        rows = list(flatten(read_json(file)))
     cells = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows)
     table = "".join(f"<tr>{row}</tr>" for row in cells)
     return f"<h2>{escape(file.name)}</h2><table>{table}</table>"

@@ -40,6 +40,7 @@ REMEDY = (
     "put a good copy in its place, or delete it and the manifest.json of its dataset and run the "
     "same command again"
 )
+NO_MANIFEST = "not a dataset's manifest"
 MAX_NAMED = 100  # bad shards named in one message
 IDS_AT_ONCE = 10_000_000
 
@@ -315,7 +316,7 @@ def load_manifest(path: Path) -> Manifest:
             fingerprint=content["fingerprint"],
         )
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not a dataset's manifest ({error!r}); {REMEDY}") from None
+        raise ValueError(f"{path}: {NO_MANIFEST} ({error!r}); {REMEDY}") from None
     raise_problems(f"dataset {manifest.dataset}", problems)
     return manifest
 
@@ -355,10 +356,13 @@ def verify_shards(manifest_path: Path, num_threads: int = 1) -> int:
         ValueError: names each bad shard and what is wrong with it.
     """
     manifest_path = Path(manifest_path)
-    content = read_json(manifest_path)
-    with ThreadPoolExecutor(num_threads) as pool:  # hashing and reading leave Python's lock alone
-        found = pool.map(partial(_verify, manifest_path.parent), content["shards"])
-        problems = list(chain.from_iterable(found))
+    content = read_json(manifest_path, ["dataset", "shards"])
+    try:
+        with ThreadPoolExecutor(num_threads) as pool:  # hashing and reading leave the GIL alone
+            found = pool.map(partial(_verify, manifest_path.parent), content["shards"])
+            problems = list(chain.from_iterable(found))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{manifest_path}: {NO_MANIFEST} ({error!r}); {REMEDY}") from None
     raise_problems(f"dataset {content['dataset']}", problems)
     return len(content["shards"])
 

@@ -190,7 +190,10 @@ def weight_files(folder: Path) -> list[Path]:
             continue
         if not name.endswith(".index.json"):
             return [path]
-        files = [folder / part for part in sorted(set(read_json(path)["weight_map"].values()))]
+        files = [
+            folder / part
+            for part in sorted(set(read_json(path, ["weight_map"])["weight_map"].values()))
+        ]
         missing = [file.name for file in files if not file.exists()]
         if missing:
             raise ValueError(f"{folder}: {', '.join(missing)} missing, which {name} lists")
@@ -246,7 +249,8 @@ def load_export(folder: Path, device: torch.device | str = "cpu") -> tuple[GPT, 
     info = {"run": folder.name, "step": None, "precision": None}
     sha256 = weights_sha256(folder)
     if (folder / "export.json").exists():
-        info |= read_json(folder / "export.json")
+        keys = ("run", "step", "precision", "weights_sha256")
+        info |= read_json(folder / "export.json", keys, "export the model again")
         if info["weights_sha256"] != sha256:
             raise ValueError(
                 f"{folder / WEIGHTS}: its sha256 is {sha256}, but export.json says "

@@ -23,7 +23,7 @@ def read_devices(files: Sequence[Path]) -> list[Row]:
     """
     rows: dict[tuple, Row] = {}
     for file in files:
-        content = read_json(file)
+        content = read_json(file, ["device", "rows"])
         for row in content["rows"]:
             whole = {"device": content["device"]} | row
             rows.setdefault((content["device"], *(row.get(key) for key in IDENTITY)), whole)

@@ -13,6 +13,7 @@ from miniseries.reporting.canvas import BLUE, GREEN, GREY, Style, write_figure
 from miniseries.speed.rows import LADDER
 
 Row = dict[str, Any]
+ROW = ("work", "device")  # what each file of a row has
 
 
 # ---- cells ----------------------------------------------------------------------------------
@@ -122,7 +123,7 @@ def collect(rows: list[Path], folder: Path, output: Path) -> None:
         folder: for the device files.
         output: the table, Markdown.
     """
-    results = [read_json(path) for path in rows]
+    results = [read_json(path, ROW) for path in rows]
     text = "# Bench\n"
     for device in dict.fromkeys(row["device"] for row in results):
         found = [entry(row) for row in results if row["device"] == device]
@@ -181,7 +182,7 @@ def profile_text(row: Row) -> str:
 
 def write_profile(rows: list[Path], output: Path) -> None:
     """Write the breakdowns of the profiled rows, and print them."""
-    text = "# Profile\n\n" + "\n".join(profile_text(read_json(path)) for path in rows)
+    text = "# Profile\n\n" + "\n".join(profile_text(read_json(path, ROW)) for path in rows)
     write_text(output, text)
     print(text)
 
@@ -248,7 +249,7 @@ def ladder_title(rows: Sequence[Row]) -> str:
 
 def write_ladder(rows: list[Path], output: Path, figures: list[Path], **style: Any) -> None:
     """Write the ladder as a table and as figures (.png, .svg), and print the table."""
-    results = [read_json(path) for path in rows]
+    results = [read_json(path, ROW) for path in rows]
     text = f"# Ladder\n\n{ladder_title(results)}, each rung in a process of its own.\n\n"
     text += ladder_table(results)
     write_text(output, text)
