@@ -221,7 +221,7 @@ def test_every_link_of_the_documents_leads_somewhere():
 
 def test_every_target_in_the_readme_is_one_of_the_configuration():
     config = yaml.safe_load((ROOT / "config/config.yaml").read_text())
-    runs = [*config["runs"], "mine", "mine-rates"]
+    runs = [*config["runs"], "mine", "blocks", "rates"]
     stages = "train|export|llmc|push|evaluate|harness|leaderboard|samples|data|verify"
     for stage, name in re.findall(rf"\b({stages})_([\w-]+)(?=[`\s])", README):
         assert name in (config["datasets"] if stage in ("data", "verify") else runs), name
