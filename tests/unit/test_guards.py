@@ -223,9 +223,9 @@ def test_a_step_done_twice_is_identical_and_the_run_is_left_alone(manifest, tmp_
 
 
 @pytest.mark.parametrize(("calls", "verdict"), [({2, 3}, "identical"), ({2}, "different")])
-def test_a_step_that_diverges_can_be_done_twice(manifest, tmp_path, start, calls, verdict):
+def test_a_step_that_diverges_can_be_done_twice(manifest, tmp_path, start, calls, verdict, capsys):
     """By its batch it does so again; by a fault of the machine it does not."""
-    from miniseries.training.replay import _do_twice
+    from miniseries.training.replay import _do_twice, _report
 
     run = start(tmp_path, max_steps=8)
     forward, train_step, done = run.model.forward, run.train_step, []
@@ -242,6 +242,11 @@ def test_a_step_that_diverges_can_be_done_twice(manifest, tmp_path, start, calls
     assert (done, result["verdict"]) == ([0, 1, 2, 2], verdict)
     assert "step 2: loss nan" in result["runs"][0]["diverged"]
     assert ("diverged" in result["runs"][1]) == (verdict == "identical")
+    _report(result, tmp_path, "made", 2, tmp_path / "verdict.json")
+    assert read_json(tmp_path / "verdict.json")["runs"] == result["runs"]
+    said = capsys.readouterr().out
+    assert f"step 2 of made, done twice from the same state: {verdict}" in said
+    assert "losses step 2: loss nan, gradient norm nan" in said
 
 
 def test_a_bit_that_flips_between_two_replays_is_found_and_named(manifest, tmp_path, start):

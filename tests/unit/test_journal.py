@@ -86,6 +86,13 @@ def test_batches_that_were_left_out_count_as_epochs_and_not_as_tokens_seen(tmp_p
     assert "the run reads 101.70 epochs" in capsys.readouterr().out
 
 
+def test_what_no_buffer_explains_of_a_gpu_s_memory_is_the_activations(monkeypatch):
+    monkeypatch.setattr(memory, "peak", lambda _device: {"peak": 100.0, "reserved": 120.0})
+    kept = {"parameters": 20.0, "master_copy": 40.0, "weights_without_master_copy": None}
+    found = memory.report(kept, torch.device("cuda"))
+    assert found == kept | {"activations": 40.0, "peak": 100.0, "reserved": 120.0}
+
+
 def test_buffers_are_those_of_the_model_and_the_optimizer(tmp_path, capsys):
     model = GPT(GPTConfig(2, 2, 64, 32))
     num_elements = sum(p.numel() for p in model.parameters())
