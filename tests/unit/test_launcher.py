@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from datetime import timedelta
 from pathlib import Path
 
@@ -27,10 +28,18 @@ from stand_ins import (
 )
 
 from miniseries.metrics import read_json, read_metrics
-from miniseries.training import microbatch, trial
+from miniseries.training import microbatch, supervisor, trial
 from miniseries.training.checkpoint import checkpoint_folder, load_model_weights, saved_steps
-from miniseries.training.launcher import freeze
-from miniseries.training.supervisor import STOPPED, Ears, _reserved_port, supervise
+from miniseries.training.launcher import LocalRun, _until_complete, freeze
+from miniseries.training.supervisor import (
+    CRASHED,
+    REFUSED,
+    STOPPED,
+    Ears,
+    Outcome,
+    _reserved_port,
+    supervise,
+)
 
 LEAVES_WITHIN = 25.0  # seconds after a signal, at any moment
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(TRAIN_SCRIPT.parent)}
@@ -414,12 +423,59 @@ def test_the_port_of_a_run_is_nobody_else_s_and_free_for_its_processes():
         assert store.get("key") == b"value"
 
 
-def test_processes_that_die_again_and_again_are_given_up(tmp_path):
+def test_a_signal_that_ends_a_process_is_named():
     program = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
     with Ears() as ears:
         outcome = supervise([sys.executable, "-c", program], 2, 60, ears)
     assert -signal.SIGSEGV in outcome.codes
     assert re.search(r"process [01] was killed by SIGSEGV", outcome.reason())
+
+
+def outcomes(monkeypatch, folder, *attempts):
+    """A run whose attempts end so: (exit codes, steps done, step of a new checkpoint or 0)."""
+    folder.mkdir()
+    left = list(attempts)
+
+    def start_again(_run, _command, _processes):
+        codes, steps, saved = left.pop(0)
+        if saved:
+            checkpoint_folder(folder, saved).mkdir(parents=True)
+        return Outcome(list(codes), steps)
+
+    monkeypatch.setattr(LocalRun, "start", start_again)
+    with Ears() as ears:
+        _until_complete([], LocalRun({}, folder, 2, "cpu", ears))
+    assert not left
+
+
+def test_a_run_that_dies_again_and_again_without_a_new_checkpoint_is_given_up(
+    tmp_path, monkeypatch
+):
+    dies, lives = (-signal.SIGSEGV, 0), (0, 0)
+    without = [(dies, 5, 0)] * 3
+    outcomes(monkeypatch, tmp_path / "a", *without, (lives, 5, 0))
+    with_one = [*without, (dies, 5, 100), *without[:2], (lives, 5, 0)]
+    outcomes(monkeypatch, tmp_path / "b", *with_one)
+    assert len(read_metrics(tmp_path / "b/metrics.jsonl")["restart"]) == 6
+    with pytest.raises(ValueError, match="by SIGSEGV, after 3 restarts without a new checkpoint"):
+        outcomes(monkeypatch, tmp_path / "c", *without, (dies, 5, 0))
+    with pytest.raises(ValueError, match="process 1 ended with 70 before its first step"):
+        outcomes(monkeypatch, tmp_path / "d", ((0, CRASHED), 0, 0))
+    with pytest.raises(SystemExit, match=str(REFUSED)):
+        outcomes(monkeypatch, tmp_path / "e", ((0, REFUSED), 5, 0))
+
+
+def test_before_its_first_step_a_process_may_be_silent_for_half_an_hour():
+    child = types.SimpleNamespace(poll=lambda: None)
+
+    def is_silent(seconds, num_steps, stall_seconds=300):
+        beat = time.monotonic() - seconds
+        process = types.SimpleNamespace(child=child, last_beat=beat, num_steps=num_steps)
+        return supervisor._Process.is_silent(process, stall_seconds)
+
+    assert [is_silent(310, steps) for steps in (0, 1)] == [False, True]
+    assert [is_silent(seconds, 0) for seconds in (1790, 1810)] == [False, True]
+    assert not is_silent(1810, 0, stall_seconds=3600)
 
 
 def test_the_process_that_failed_is_named_and_not_the_one_that_waited_for_it():
