@@ -175,16 +175,21 @@ def token_axis(axes: Axes, runs: list[Run]) -> None:
     counts(axes.xaxis)
 
 
-def series_lines(axes: Axes, lines: list[Baseline], kind: str, dashes: str) -> None:
-    """Published lines, faint: in a run's colour where no other run has the same line."""
+def series_lines(axes: Axes, lines: list[Baseline | None], kind: str, dashes: str) -> None:
+    """Published lines, faint: in a run's colour where no other run has the same line.
+
+    Args:
+        lines: of each run; None where it has no curve to compare.
+    """
     low, high = axes.get_ylim()
-    for line in dict.fromkeys(lines):
+    known = [line for line in lines if line]
+    for line in dict.fromkeys(known):
         alone = lines.count(line) == 1 < len(lines)
         colour = COLOURS[lines.index(line) % len(COLOURS)] if alone else GREY
         value = line.value if kind == "val" else 100 * line.value
         if low <= value <= high:
             axes.axhline(value, color=colour, linestyle=dashes, linewidth=1.0, alpha=0.7)
-    text = lines_label(lines, kind, low, high)
+    text = lines_label(known, kind, low, high)
     axes.plot([], [], color=GREY, linestyle=dashes, linewidth=1.0, label=text)
 
 
@@ -217,10 +222,11 @@ def series_scores(axes: Axes, runs: list[Run], labels: list[str]) -> None:
     for i, ((tokens, accuracy), label) in enumerate(zip(scores, labels, strict=True)):
         if len(tokens):
             draw_curve(axes, tokens, 100 * accuracy, f"{label}: {100 * accuracy[-1]:.1f} %", i)
-    gpt2 = [score_baseline(run) for run in runs]
-    gpt3 = [score_baseline(run, "gpt3_hellaswag_acc") for run in runs]
+    measured = [run if len(tokens) else None for run, (tokens, _) in zip(runs, scores, strict=True)]
+    gpt2 = [run and score_baseline(run) for run in measured]
+    gpt3 = [run and score_baseline(run, "gpt3_hellaswag_acc") for run in measured]
     accuracies = np.concatenate([accuracy for _, accuracy in scores])
-    axes.set_ylim(*score_limits(accuracies, gpt2 + gpt3))
+    axes.set_ylim(*score_limits(accuracies, [line for line in gpt2 + gpt3 if line]))
     axes.axhline(100 * CHANCE, color=PALE, linestyle=":", label="random choice: 25 %")
     series_lines(axes, gpt2, "hellaswag", "--")
     series_lines(axes, gpt3, "hellaswag", "-.")
