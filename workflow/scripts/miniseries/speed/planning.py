@@ -219,7 +219,7 @@ def needs(settings: dict[str, Any]) -> dict[str, Any]:
         "tokens": tokens,
         "tokens_per_parameter": tokens / parameters,
         "epochs": None if held is None else tokens / held,
-        "checkpoint_gb": checkpoint_bytes * (min(made, kept or made) + 1) / 1e9,
+        "checkpoint_gb": checkpoint_bytes * (min(made, kept + 1) if kept else made) / 1e9,
         "data_gb": None if shards is None else (shards + 1) * _shard_bytes() / 1e9,
     }
 
