@@ -180,6 +180,8 @@ def test_the_tokenizer_knows_its_special_token_and_length(exported):
         ("fp32", None, torch.float32),
         ("tf32", None, torch.float32),
         ("bf16", None, torch.bfloat16),
+        ("fp8", None, torch.bfloat16),
+        ("fp16", None, torch.float32),  # what its master weights are
         ("bf16", "float32", torch.float32),
     ],
 )

@@ -1,4 +1,5 @@
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -196,6 +197,22 @@ def test_starting_at_a_later_step_reads_what_an_unbroken_run_reads(shards):
     batches = [unbroken.micro_batch_at(step, m)[0] for step in range(4) for m in range(4)]
     resumed = make_loader(shards)
     torch.testing.assert_close(resumed.micro_batch_at(3, 2)[0], batches[14])
+
+
+def test_the_next_micro_batch_is_read_in_the_background_and_each_one_once(shards):
+    loader = make_loader(shards)
+    read, asked = loader._read, []
+
+    def noting(*key):
+        asked.append((threading.current_thread().name.partition("_")[0], key))
+        return read(*key)
+
+    loader._read = noting
+    keys = [(step, micro_step) for step in range(2) for micro_step in range(4)]
+    for key in keys:
+        loader.micro_batch_at(*key)
+    loader._reader.shutdown()
+    assert asked == [("loader", key) for key in [*keys, (2, 0)]]
 
 
 def test_a_shard_of_less_than_one_window_is_passed_over_and_small_data_wraps(tmp_path):

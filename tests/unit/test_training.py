@@ -26,6 +26,7 @@ from stand_ins import (
 
 from miniseries.data.shards import load_manifest
 from miniseries.metrics import read_json, read_metrics, write_json
+from miniseries.settings import LATER_KEYS
 from miniseries.training import checkpoint, memory, ranges, trainer
 from miniseries.training.checkpoint import checkpoint_folder, load_model_weights, saved_steps
 from miniseries.training.distributed import start_world
@@ -92,6 +93,8 @@ def test_a_run_writes_all_its_files_and_its_lines_are_llm_cs(unbroken):
     assert re.fullmatch(r"s:0 trl:\d+\.\d{4} lr:0\.001000 norm:\d+\.\d\d", log[0])
     assert re.fullmatch(r"s:12 tel:\d+\.\d{4}", log[-1])
     assert saved_steps(folder) == [4, 8, 12]
+    state = read_json(checkpoint_folder(folder, 8) / "trainer.json")
+    assert (state["step"], state["recipe"]) == (8, LATER_KEYS | settings["recipe"])
     assert re.match(r"step 12\n---\n.+\n---\n$", (folder / "samples.txt").read_text(), re.DOTALL)
     assert (folder / "train.log").read_text().splitlines() == output.splitlines()
 
