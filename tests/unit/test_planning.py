@@ -141,7 +141,7 @@ def test_needs_of_a_run():
     assert found["tokens"] == 524288 * 18865
     assert found["tokens_per_parameter"] == pytest.approx(79.5, abs=0.1)
     assert found["epochs"] == pytest.approx(0.989, abs=0.001)
-    # made at 5000, 10000, 15000 and the end: four, and one that is being written
+    # made at 5000, 10000, 15000 and the end: four in all, fewer than are kept
     assert found["checkpoint_gb"] == pytest.approx(12 * 124475904 * 4 / 1e9)
     assert found["data_gb"] == pytest.approx(20.2, abs=0.01)
     assert needs(RUNS["tiny"])["data_gb"] is None
