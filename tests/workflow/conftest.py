@@ -45,6 +45,7 @@ if name == "train_run":
         write(folder / f"checkpoints/step-{step:08d}/trainer.json")
         write(folder / f"saved/{step}.json")
     if Path("fail_training").exists():
+        write(folder / "train.log", "step 7/9\\nstopped at step 7; the same command goes on\\n")
         sys.exit("error: told to fail")
 if name == "prepare_dataset":
     write(options["--manifest"][0], json.dumps({"fingerprint": "of the data"}))

@@ -229,6 +229,8 @@ def test_failed_training_keeps_its_log_and_is_drawn_and_goes_on(project):
     result = project.run("train_tiny")
     assert result.returncode != 0
     assert "error: told to fail" in result.stdout
+    words = result.stdout.partition("Error in rule train:")[2]
+    assert "run tiny: stopped at step 7; the same command goes on" in words
     assert (project.folder / "results/train/tiny/metrics.jsonl").exists()
     assert project.calls.count("train_run") == 1, "the launcher knows better when to start again"
     figures = {"plot_run": 1, "plot_series": 1, "write_summary": 1, "render_summary": 1}

@@ -12,6 +12,10 @@ Everything else in results/train/{run} (checkpoints, metrics.jsonl, logs) stays 
 deletes what a failed or repeated job declares.
 """
 
+import time
+
+COMMAND_STARTED = time.time()
+
 
 rule write_settings:
     """Write the settings of one run, all defaults filled in."""
@@ -148,3 +152,13 @@ rule fetch_weights:
             --name {params.name:q} \
             --folder {params.folder:q} 2> >(tee -i {log:q} >&2)
         """
+
+
+onerror:
+    # Of a run that was stopped: its last words, below Snakemake's own on the job that ended.
+    for run in RUNS:
+        said = Path(f"results/train/{run}/train.log")
+        if said.exists() and said.stat().st_mtime > COMMAND_STARTED:
+            last = said.read_text().rstrip().rpartition("\n")[2]
+            if last.startswith("stopped at step"):
+                logger.info(f"run {run}: {last}")
