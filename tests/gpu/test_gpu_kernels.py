@@ -1,3 +1,5 @@
+import importlib.util
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 VOCAB, PADDED = 50257, 50304
+
+
+def skip_without(module):
+    """Of the extra `gpu`; one that is installed and does not work is a failure."""
+    if torch.cuda.get_device_capability()[0] != 9 or not importlib.util.find_spec(module):
+        pytest.skip(f"needs a Hopper GPU and the extra `gpu`, which holds {module}")
 
 
 def distance(ours, reference):
@@ -186,8 +194,8 @@ def test_a_linear_layer_in_fp8_is_near_the_plain_formula():
 def test_products_with_gelu_in_them_give_the_separate_kernels_values(columns):
     from miniseries.model import fused_products, kernels
 
-    if not fused_products.quack():
-        pytest.skip("needs the package quack-kernels and a Hopper GPU")
+    skip_without("quack")
+    assert fused_products.quack(), "it is installed, but does not work"
     generator = torch.Generator("cuda").manual_seed(0)
 
     def drawn(*shape, scale=1.0):
@@ -211,8 +219,8 @@ def test_products_with_gelu_in_them_give_the_separate_kernels_values(columns):
 def test_the_loss_in_one_pass_is_the_classifier_kernels():
     from miniseries.model import fused_products, kernels
 
-    if not fused_products.quack():
-        pytest.skip("needs the package quack-kernels and a Hopper GPU")
+    skip_without("quack")
+    assert fused_products.quack(), "it is installed, but does not work"
     logits = (torch.randn(333, PADDED, device="cuda") * 4).bfloat16()
     targets = torch.randint(VOCAB, (333,), device="cuda")
     theirs = kernels.gradients_of_logits(logits.clone(), targets, VOCAB)
@@ -227,12 +235,13 @@ def test_the_loss_in_one_pass_is_the_classifier_kernels():
 def test_attention_by_cudnns_front_end_is_that_of_pytorch(shape, backward, monkeypatch):
     from miniseries.model import cudnn_attention
 
-    if not cudnn_attention.is_available():
-        pytest.skip("needs the package nvidia-cudnn-frontend and a Hopper GPU")
+    skip_without("cudnn")
+    assert cudnn_attention.is_available(), "it is installed, but does not work"
     if backward == "cuDNN":
         monkeypatch.setattr(cudnn_attention, "flash_attention_4", lambda: None)
-    elif not cudnn_attention.flash_attention_4():
-        pytest.skip("needs the package flash-attn-4 and a Hopper GPU")
+    else:
+        skip_without("flash_attn")
+        assert cudnn_attention.flash_attention_4(), "it is installed, but does not work"
     qkv = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     upstream = torch.randn(shape[0], shape[1], *shape[3:], device="cuda", dtype=torch.bfloat16)
     ours = gradients_through(cudnn_attention.attention, [qkv], [upstream])
