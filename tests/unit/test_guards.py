@@ -7,7 +7,14 @@ import sys
 
 import pytest
 import torch
-from stand_ins import PROJECT, losses, make_dataset, make_settings, train_here
+from stand_ins import (
+    PROJECT,
+    losses,
+    make_dataset,
+    make_questions,
+    make_settings,
+    train_here,
+)
 
 from miniseries.data.shards import load_manifest
 from miniseries.metrics import read_json, read_metrics
@@ -27,9 +34,10 @@ def manifest(tmp_path_factory):
 def start(manifest):
     """Makes trainers in this process."""
 
-    def make(folder, **changes):
+    def make(folder, questions=None, **changes):
         settings = freeze(make_settings(folder / "in.json", **changes), manifest, folder)
-        return trainer.Trainer(settings, load_manifest(manifest), None, folder, start_world())
+        data = load_manifest(manifest)
+        return trainer.Trainer(settings, data, questions, folder, start_world())
 
     yield make
     if torch.distributed.is_initialized():
@@ -190,10 +198,12 @@ def test_ranges_are_those_of_each_layer_and_the_steps_stay_the_same(manifest, tm
     assert len(activations["rms"]["mlp"]) == 2
 
 
-def test_recording_ranges_changes_no_bit(manifest, tmp_path, start):
-    start(tmp_path / "with", ranges_every_steps=3).run()
+def test_ranges_validation_questions_and_samples_change_no_bit(manifest, tmp_path, start):
+    questions = make_questions(tmp_path / "questions.jsonl", 3)
+    often = {"ranges_every_steps": 3, "val_every_steps": 3, "sample_every_steps": 4}
+    start(tmp_path / "with", questions, hellaswag=True, **often).run()
     torch.distributed.destroy_process_group()
-    start(tmp_path / "without", ranges_every_steps=0).run()
+    start(tmp_path / "without").run()
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
     records = read_metrics(tmp_path / "with" / "metrics.jsonl")["ranges"]
     assert [r["step"] for r in records] == [0, 3, 6, 9, 12]
