@@ -46,6 +46,8 @@ def test_entry_that_would_write_over_the_tokens_of_a_run_is_refused(made):
     frozen.write_text(json.dumps({"data_fingerprint": fingerprint}))
     with pytest.raises(ValueError, match=r"other val_fraction .* tokens of run run"):
         ask(val_fraction=0.2)
+    with pytest.raises(ValueError, match=r"other .*source.* tokens of run run"):
+        ask(source="builtin", paths=[])
     assert ask() == ""
 
 

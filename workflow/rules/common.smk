@@ -149,14 +149,13 @@ def own_dataset(wildcards):
     """
     name = wildcards.dataset
     folder = Path(f"results/data/{name}")
-    if DATASETS[name]["source"] in ("files", "shards"):
-        try:
-            warning = check_origin(name, DATASETS[name], folder, Path("results/train"))
-        except ValueError as error:
-            refuse(error)
-        if warning and name not in WARNED:
-            WARNED.add(name)
-            logger.warning(f"warning: {warning}")
+    try:
+        warning = check_origin(name, DATASETS[name], folder, Path("results/train"))
+    except ValueError as error:
+        refuse(error)
+    if warning and name not in WARNED:
+        WARNED.add(name)
+        logger.warning(f"warning: {warning}")
     return json.dumps(DATASETS[name])
 
 

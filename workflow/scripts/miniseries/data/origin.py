@@ -11,7 +11,7 @@ NOTE = "entry.json"  # beside the manifest; no output of a rule, so Snakemake ne
 
 
 def describe_files(dataset: dict[str, Any]) -> dict[str, int]:
-    """Number, bytes, and newest time (ns) of the files of a `files` or `shards` dataset.
+    """Number, bytes, and newest time (ns) of the files of a `files` or `shards` dataset, else 0.
 
     Raises:
         ValueError: a glob without a match, an unknown kind of file.
@@ -40,7 +40,7 @@ def check_origin(name: str, dataset: dict[str, Any], folder: Path, runs: Path) -
 
     Args:
         name: of the dataset.
-        dataset: its entry in the configuration, `files` or `shards`.
+        dataset: its entry in the configuration, of whatever source by now.
         folder: of the dataset.
         runs: folder of the runs.
 
@@ -65,7 +65,7 @@ def check_origin(name: str, dataset: dict[str, Any], folder: Path, runs: Path) -
         raise ValueError(f"dataset {name}: {error}. Nothing in {folder} was touched") from None
     if not changed:
         return "" if files == made["files"] else _warning(name, made["files"], files)
-    users = _runs_on(manifest, runs) if dataset["source"] == "files" else []
+    users = _runs_on(manifest, runs)
     if users:
         raise ValueError(
             f"dataset {name}: with other {', '.join(changed)} it would be made again, over the "
