@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
@@ -284,7 +285,16 @@ def test_an_export_that_fails_leaves_the_earlier_one_as_it_was(exported, run, mo
     with pytest.raises(OSError, match="no space left"):
         export_model(run / "done.json", exported, "bfloat16")
     assert {path.name: path.read_bytes() for path in exported.iterdir()} == before
-    assert [path.name for path in exported.parent.iterdir()] == ["small"]
+    assert {path.name for path in exported.parent.iterdir()} == {"small", ".small.lock"}
+
+
+def test_two_exports_of_one_model_at_once_take_turns(tmp_path, run):
+    out = tmp_path / "out"
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(export_model, run / "done.json", out) for _ in range(2)]
+    assert [export.result() for export in both] == [None, None]
+    assert load_export(out)[1]["step"] == 10
+    assert not list(tmp_path.glob(".out.partial")) + list(tmp_path.glob(".out.old"))
 
 
 def test_an_export_replaces_what_a_killed_one_and_an_older_one_left(exported, run):
@@ -296,7 +306,7 @@ def test_an_export_replaces_what_a_killed_one_and_an_older_one_left(exported, ru
     export_model(run / "done.json", exported)
     assert load_export(exported)[1]["step"] == STEP
     assert not (exported / "stale.txt").exists()
-    assert [path.name for path in exported.parent.iterdir()] == ["small"]
+    assert {path.name for path in exported.parent.iterdir()} == {"small", ".small.lock"}
 
 
 def test_an_empty_folder_made_beforehand_is_filled(tmp_path, run):

@@ -3,6 +3,7 @@
 Needs neither network nor GPU.
 """
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -45,8 +46,18 @@ EXPORT_DTYPES = {
 def _replaced_folder(folder: Path) -> Iterator[Path]:
     """A folder to fill, which takes the place of `folder` at the end, whole or not at all.
 
-    `folder` may exist, empty (Snakemake makes it) or with an earlier export.
+    `folder` may exist, empty (Snakemake makes it) or with an earlier export. Another export of the
+    same model, of a second command or left by a killed one, is waited for.
     """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with _exchanged(folder) as temporary:
+            yield temporary
+
+
+@contextmanager
+def _exchanged(folder: Path) -> Iterator[Path]:
     temporary, old = (folder.with_name(f".{folder.name}.{end}") for end in ("partial", "old"))
     for leftover in (temporary, old):  # of an export that was killed
         shutil.rmtree(leftover, ignore_errors=True)
