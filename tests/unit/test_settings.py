@@ -12,6 +12,7 @@ from jsonschema import Draft202012Validator
 
 from miniseries.settings import (
     LATER_KEYS,
+    LATER_MACHINE_KEYS,
     MACHINE_KEYS,
     RECIPE_KEYS,
     check_frozen,
@@ -140,7 +141,7 @@ def test_run_keys_are_frozen():
 
 
 def test_values_left_out_of_a_recipe_are_the_default_ones():
-    for key, usual in LATER_KEYS.items():
+    for key, usual in (LATER_KEYS | LATER_MACHINE_KEYS).items():
         assert run_leaves(SCHEMA)[key]["default"] == usual, key
 
 

@@ -38,6 +38,10 @@ LATER_KEYS = {
     "llm_c_micro_batch": 64, "llm_c_processes": 8, "overfit_batch": False, "master_weights": True,
     "divergence_z": 0.0, "rollback_skip_steps": 0,
 }
+# What a run that was started before these keys came is taken to have, where it is only read.
+LATER_MACHINE_KEYS = {
+    "deterministic": False, "recompute": 0, "ranges_every_steps": 100, "stall_seconds": 300,
+}
 # Speed, cadence, and logging: may change whenever a run is resumed.
 MACHINE_KEYS = (
     "micro_batch", "gpus", "compile", "deterministic", "recompute", "val_every_steps",

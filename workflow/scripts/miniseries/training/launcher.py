@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from miniseries.data.shards import load_manifest
 from miniseries.metrics import append_record, read_json, write_json
-from miniseries.settings import check_frozen
+from miniseries.settings import LATER_MACHINE_KEYS, check_frozen
 from miniseries.training import microbatch
 from miniseries.training.supervisor import (
     CRASHED,
@@ -159,7 +159,8 @@ def launch_replay(folder: Path, manifest: Path, step: int, output: Path) -> None
         SystemExit: it failed, and has said why; or a signal came.
     """
     with Ears() as ears:
-        settings = read_json(folder / "settings.json")
+        settings = read_json(folder / "settings.json", ["recipe", "machine"])
+        settings["machine"] = LATER_MACHINE_KEYS | settings["machine"]
         run = LocalRun(settings, folder, *local_processes(settings["machine"]["gpus"]), ears)
         command = [sys.executable, str(Path(sys.argv[0]).resolve()), "--folder", str(folder)]
         command += ["--manifest", str(manifest), "--step", str(step), "--output", str(output)]

@@ -13,7 +13,7 @@ from miniseries.data.encode import gpt2_encoding
 from miniseries.data.shards import Manifest
 from miniseries.evaluation.choices import encode_questions
 from miniseries.model.gpt import GPTConfig
-from miniseries.settings import LATER_KEYS, kept_steps
+from miniseries.settings import LATER_KEYS, LATER_MACHINE_KEYS, kept_steps
 from miniseries.training import checkpoint, determinism, memory, microbatch
 from miniseries.training.assembly import make_model
 from miniseries.training.completion import mark_done
@@ -63,7 +63,7 @@ class Trainer:
         folder: Path,
         world: World,
     ) -> None:
-        self.settings, self.machine = settings, settings["machine"]
+        self.settings, self.machine = settings, LATER_MACHINE_KEYS | settings["machine"]
         self.recipe = LATER_KEYS | settings["recipe"]
         self.manifest, self.folder, self.world = manifest, folder, world
         if self.machine["deterministic"]:
