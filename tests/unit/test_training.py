@@ -481,6 +481,15 @@ def test_too_little_space_for_one_checkpoint_is_refused_before_the_first_step(
         in_this_process(tmp_path, manifest)
 
 
+def test_a_folder_that_no_checkpoint_can_be_written_to_is_refused_before_the_first_step(
+    manifest, tmp_path, one_world, monkeypatch
+):
+    # permissions do not bind root, whom tests may run as
+    monkeypatch.setattr(checkpoint.os, "access", lambda path, _mode: path.name != "saved")
+    with pytest.raises(OSError, match="saved: may not be written to"):
+        in_this_process(tmp_path, manifest)
+
+
 def test_old_checkpoints_go_but_majors_exports_and_pinned_ones_stay(manifest, tmp_path, one_world):
     changes = {"checkpoint_every_steps": 1, "keep_checkpoints": 2, "keep_every_steps": 5}
     run = in_this_process(tmp_path, manifest, export_steps=[3], **changes)

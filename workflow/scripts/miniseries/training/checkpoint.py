@@ -302,14 +302,18 @@ def rotate(run_folder: Path, keep: int, keep_every: int, pinned: set[int]) -> No
 
 
 def check_space(run_folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Refuse to begin when not even one checkpoint of these would fit.
+    """Refuse to begin when not even one checkpoint of these could be written.
 
     Args:
         tensors: by `state_tensors`; of sharded ones the whole counts.
 
     Raises:
-        OSError: names the bytes needed and the bytes free.
+        OSError: names the bytes needed and the bytes free, or the folder that is closed.
     """
+    for folder in (run_folder / "checkpoints", run_folder / "saved"):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise OSError(f"{folder}: may not be written to; change its permissions or its owner")
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     free = shutil.disk_usage(run_folder).free
     if free < needed:
