@@ -7,9 +7,10 @@ import pytest
 import yaml
 from stand_ins import PROJECT
 
-from miniseries.settings import resolve_runs, validate_config
+from miniseries.settings import resolve_runs
 from miniseries.speed import reference
 from miniseries.speed.reference import LEAST_LARGE_STEPS, Options, Reference, read_config
+from miniseries.validation import validate_config
 
 
 @pytest.fixture

@@ -16,15 +16,13 @@ from miniseries.settings import (
     MACHINE_KEYS,
     RECIPE_KEYS,
     check_frozen,
-    check_unique_keys,
     is_kept,
     recipe_fingerprint,
     resolve_runs,
-    run_leaves,
     start_file,
-    validate_config,
 )
 from miniseries.shapes import MODELS
+from miniseries.validation import check_unique_keys, run_leaves, validate_config
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = yaml.safe_load((ROOT / "workflow/schemas/config.schema.yaml").read_text())

@@ -14,15 +14,8 @@ sys.path.append(f"{workflow.basedir}/workflow/scripts")
 from miniseries.data.fetch import shard_files
 from miniseries.data.origin import check_origin
 from miniseries.metrics import read_json
-from miniseries.settings import (
-    check_frozen,
-    check_unique_keys,
-    is_kept,
-    resolve_runs,
-    start_file,
-    suggest,
-    validate_config,
-)
+from miniseries.settings import check_frozen, is_kept, resolve_runs, start_file
+from miniseries.validation import check_unique_keys, suggest, validate_config
 
 with open(f"{workflow.basedir}/workflow/schemas/config.schema.yaml") as file:
     SCHEMA = yaml.safe_load(file)

@@ -20,7 +20,7 @@ import torch
 import yaml
 
 from miniseries.metrics import read_json, read_metrics, write_json, write_text
-from miniseries.settings import resolve_runs, validate_config
+from miniseries.settings import resolve_runs
 from miniseries.speed.bench import CPU_STEP_FLOPS
 from miniseries.speed.breakdown import exposed_share
 from miniseries.speed.comparison import read_devices
@@ -43,6 +43,7 @@ from miniseries.speed.verdicts import (
 )
 from miniseries.training.introduction import source_commit
 from miniseries.training.launcher import local_processes
+from miniseries.validation import validate_config
 
 ROOT = Path(__file__).resolve().parents[4]
 PREFIX = "reference-"  # of the runs' names

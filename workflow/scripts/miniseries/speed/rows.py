@@ -16,7 +16,8 @@ from typing import Any
 
 import miniseries
 from miniseries.metrics import read_json, write_json
-from miniseries.settings import resolve_runs, validate_config
+from miniseries.settings import resolve_runs
+from miniseries.validation import validate_config
 
 # Keys of a row that are keys of a run; the others say how it is measured
 RUN_KEYS = ("precision", "micro_batch", "total_batch_tokens", "gpus", "recompute")
