@@ -14,7 +14,8 @@ from hub import COMMIT, FAST, REPOSITORY, shard_bytes
 from huggingface_hub import constants
 
 from miniseries.data import fetch
-from miniseries.data.fetch import assemble_manifest, fetch_file, fetch_shard, list_files
+from miniseries.data.fetch import fetch_file, list_files
+from miniseries.data.hub_shards import assemble_manifest, fetch_shard, shard_files
 from miniseries.data.shards import load_manifest
 
 DATASET = {"source": "hub-shards", "repository": REPOSITORY, "prefix": "t", "num_shards": 2}
@@ -178,16 +179,16 @@ def test_offline_script_names_the_file_and_the_variable(tmp_path):
 
 
 def test_names_of_shards_are_those_of_llmc_with_the_datasets_prefix():
-    assert fetch.shard_files(DATASET) == [
+    assert shard_files(DATASET) == [
         ("t_val_000000.bin", "val"),
         ("t_train_000001.bin", "train"),
         ("t_train_000002.bin", "train"),
     ]
-    assert fetch.shard_files({"num_shards": 1})[0] == ("edu_fineweb_val_000000.bin", "val")
+    assert shard_files({"num_shards": 1})[0] == ("edu_fineweb_val_000000.bin", "val")
 
 
 def test_manifest_of_fetched_shards_lists_them_and_the_commit(hub, tmp_path):
-    names = [name for name, _ in fetch.shard_files(DATASET)]
+    names = [name for name, _ in shard_files(DATASET)]
     for number, name in enumerate(names):
         hub.files[name] = shard_bytes(100 + number)
         fetch_shard(DATASET, name, tmp_path, **FAST)
@@ -203,7 +204,7 @@ def test_manifest_of_fetched_shards_lists_them_and_the_commit(hub, tmp_path):
 
 def put_own_copies(folder, monkeypatch):
     """Shards that the user has already, and no network."""
-    for name, _ in fetch.shard_files(DATASET):
+    for name, _ in shard_files(DATASET):
         (folder / name).write_bytes(shard_bytes(100))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
@@ -227,7 +228,7 @@ def test_own_copies_are_taken_offline_if_their_ids_are_right(tmp_path, monkeypat
 
 
 def test_manifest_fetches_what_is_missing_and_names_what_changed(hub, tmp_path):
-    for name, _ in fetch.shard_files(DATASET):
+    for name, _ in shard_files(DATASET):
         hub.files[name] = shard_bytes(100)
     assemble_manifest("fw", DATASET, tmp_path, tmp_path / "manifest.json", **FAST)
     assert len(hub.asked("GET")) == 3

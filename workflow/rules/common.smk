@@ -11,7 +11,7 @@ from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
 
 sys.path.append(f"{workflow.basedir}/workflow/scripts")
-from miniseries.data.fetch import shard_files
+from miniseries.data.hub_shards import shard_files
 from miniseries.data.origin import check_origin
 from miniseries.metrics import read_json
 from miniseries.settings import check_frozen, is_kept, resolve_runs, start_file

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from miniseries.data.fetch import fetch_shard, shard_progress
+from miniseries.data.hub_shards import fetch_shard, shard_progress
 from miniseries.metrics import run_main
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
-from miniseries.data import corpus, fetch, foreign, origin, streams
+from miniseries.data import corpus, fetch, foreign, hub_shards, origin, streams
 from miniseries.data.corpus import Findings, Part, Piece
 from miniseries.data.encode import gpt2_encoding
 from miniseries.data.questions import NUM_QUESTIONS, questions_from_shards
@@ -54,7 +54,7 @@ def prepare_dataset(
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):  # a second terminal waits instead of mixing its shards in
         if dataset["source"] == "hub-shards":
-            fetch.assemble_manifest(name, dataset, folder, manifest)
+            hub_shards.assemble_manifest(name, dataset, folder, manifest)
             return
         is_own = dataset["source"] in ("files", "shards")
         files = origin.describe_files(dataset) if is_own else {}

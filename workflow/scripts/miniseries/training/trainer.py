@@ -211,9 +211,8 @@ class Trainer:
             norm = clip_gradients(self.model, self.world.mesh.get_group("shard"), scale)
         dist.all_reduce(loss_sum)
         dist.all_reduce(batch_hash)
-        loss, norm = torch.stack(
-            [loss_sum / self.world.size, norm]
-        ).tolist()  # waits for the device
+        # waits for the device
+        loss, norm = torch.stack([loss_sum / self.world.size, norm]).tolist()
         verdict = self.guards.judge(step, loss, norm)
         learning_rate = rate_of_recipe(self.recipe, step)
         if verdict.reason_to_skip:
