@@ -159,6 +159,6 @@ onerror:
     for run in RUNS:
         said = Path(f"results/train/{run}/train.log")
         if said.exists() and said.stat().st_mtime > COMMAND_STARTED:
-            last = said.read_text().rstrip().rpartition("\n")[2]
+            last = said.read_text(errors="replace").rstrip().rpartition("\n")[2]
             if last.startswith("stopped at step"):
                 logger.info(f"run {run}: {last}")
