@@ -27,10 +27,10 @@ from stand_ins import (
     train_here,
 )
 
-from miniseries.metrics import read_json, read_metrics
+from miniseries.metrics import read_json, read_metrics, write_json
 from miniseries.training import microbatch, supervisor, trial
 from miniseries.training.checkpoint import checkpoint_folder, load_model_weights, saved_steps
-from miniseries.training.launcher import LocalRun, _until_complete, freeze
+from miniseries.training.launcher import LocalRun, _until_complete, freeze, newest_checkpoint
 from miniseries.training.supervisor import (
     CRASHED,
     REFUSED,
@@ -95,6 +95,14 @@ def workers(process):
 def assert_none_is_left(folder):
     listing = subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True)
     assert listing.stdout == ""
+
+
+def test_the_newest_checkpoint_is_found_beside_files_of_other_names(tmp_path):
+    assert newest_checkpoint(tmp_path) == 0
+    (tmp_path / "saved").mkdir()
+    for name in ("8.json", "12.json", "notes.json"):
+        (tmp_path / "saved" / name).touch()
+    assert newest_checkpoint(tmp_path) == 12
 
 
 def test_a_process_whose_launcher_dies_while_it_loads_leaves_the_run_alone(manifest, tmp_path):
@@ -439,7 +447,7 @@ def outcomes(monkeypatch, folder, *attempts):
     def start_again(_run, _command, _processes):
         codes, steps, saved = left.pop(0)
         if saved:
-            checkpoint_folder(folder, saved).mkdir(parents=True)
+            write_json(folder / f"saved/{saved}.json", {})
         return Outcome(list(codes), steps)
 
     monkeypatch.setattr(LocalRun, "start", start_again)

@@ -295,9 +295,8 @@ def tasks_of(kind):
         wanted = HARNESS["tasks" if kind == "harness" else kind]
         scores = Path(f"results/evaluate/{wildcards.model}/{kind}.json")
         if scores.exists():
-            from miniseries.evaluation.harness import (
-                check_tasks,
-            )  # PyTorch with it: seconds
+            # here, since it loads PyTorch, which takes seconds
+            from miniseries.evaluation.harness import check_tasks
 
             try:
                 check_tasks(wanted, scores)

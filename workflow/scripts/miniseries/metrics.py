@@ -2,7 +2,6 @@
 
 import ctypes
 import errno
-import hashlib
 import json
 import os
 import signal
@@ -84,29 +83,6 @@ def read_json(path: Path, keys: Sequence[str] = (), remedy: str = MADE_AGAIN) ->
     if missing:
         raise ValueError(f"{path}: damaged, it lacks {', '.join(missing)}; {remedy}")
     return content
-
-
-def answer_again(make: Callable[[], Any], output: Path, *request: Any) -> None:
-    """Make a small file from afar; where that fails, take what the same request gave before.
-
-    Snakemake deletes an output before the job that makes it anew. So a wrong setting, once it is
-    put right, needs no network.
-
-    Args:
-        make: writes `output`; what it raises is raised where there was no answer before.
-        request: all that the answer depends on.
-    """
-    key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:16]
-    kept = output.parent / ".kept" / f"{key}-{output.name}"
-    try:
-        make()
-    except (ValueError, OSError) as error:
-        if not kept.exists():
-            raise
-        print(f"{error}\nThe same was answered before: {kept}", file=sys.stderr, flush=True)
-        write_bytes(output, kept.read_bytes())
-    else:
-        write_bytes(kept, output.read_bytes())
 
 
 def append_record(path: Path, kind: str, **values: Any) -> None:

@@ -7,6 +7,7 @@ HF_TOKEN work as everywhere. Only fetch jobs use the network, training never doe
 
 import errno
 import hashlib
+import json
 import os
 import random
 import re
@@ -23,7 +24,7 @@ from typing import Any, TypeVar
 from filelock import FileLock
 
 from miniseries.data.shards import file_sha256
-from miniseries.metrics import answer_again, write_json
+from miniseries.metrics import write_bytes, write_json
 
 ATTEMPTS = 6
 WAIT_SECONDS = 2.0  # before the second attempt; doubled each time
@@ -42,6 +43,29 @@ class RemoteFile:
     commit: str
     num_bytes: int | None
     etag: str | None
+
+
+def answer_again(make: Callable[[], Any], output: Path, *request: Any) -> None:
+    """Make a small file from afar; where that fails, take what the same request gave before.
+
+    Snakemake deletes an output before the job that makes it anew. So a wrong setting, once it is
+    put right, needs no network.
+
+    Args:
+        make: writes `output`; what it raises is raised where there was no answer before.
+        request: all that the answer depends on.
+    """
+    key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:16]
+    kept = output.parent / ".kept" / f"{key}-{output.name}"
+    try:
+        make()
+    except (ValueError, OSError) as error:
+        if not kept.exists():
+            raise
+        print(f"{error}\nThe same was answered before: {kept}", file=sys.stderr, flush=True)
+        write_bytes(output, kept.read_bytes())
+    else:
+        write_bytes(kept, output.read_bytes())
 
 
 def list_files(dataset: dict[str, Any], output: Path, **options: Any) -> None:

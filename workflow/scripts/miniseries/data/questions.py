@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from miniseries.data.encode import gpt2_encoding
-from miniseries.data.fetch import fetch_file
+from miniseries.data.fetch import answer_again, fetch_file
 from miniseries.data.shards import DOCUMENT_MARK, open_shard
-from miniseries.metrics import answer_again, write_bytes, write_text
+from miniseries.metrics import write_bytes, write_text
 
 # The validation part of HellaSwag, 10,042 questions. The authors' copy on GitHub is gone.
 HELLASWAG_REPOSITORY = "Rowan/hellaswag"

@@ -3,7 +3,6 @@
 Needs neither network nor GPU.
 """
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -50,10 +50,9 @@ def _replaced_folder(folder: Path) -> Iterator[Path]:
     same model, of a second command or left by a killed one, is waited for.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f".{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with _exchanged(folder) as temporary:
-            yield temporary
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    with lock, _exchanged(folder) as temporary:
+        yield temporary
 
 
 @contextmanager

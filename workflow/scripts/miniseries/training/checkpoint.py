@@ -65,7 +65,7 @@ def num_writers(cores: int, local_processes: int) -> int:
 
 
 class Writer(dcp.FileSystemWriter):
-    """PyTorch's writer, which itself passes over what its other threads raise (seen in torch 2.13).
+    """PyTorch's writer, which itself passes over what its other threads raise (2.11, 2.13).
 
     A checkpoint without their files would take the place of older ones that are whole.
     """

@@ -226,6 +226,6 @@ def _check_restart(outcome: Outcome, restarts: int, folder: Path) -> None:
 
 
 def newest_checkpoint(folder: Path) -> int:
-    """Step of the newest complete checkpoint, by its folder's name; 0 if there is none."""
-    found = folder.glob(f"checkpoints/step-{'[0-9]' * 8}")
-    return max((int(path.name.removeprefix("step-")) for path in found), default=0)
+    """Step of the newest complete checkpoint, by its marker; 0 if there is none."""
+    names = [path.stem for path in (folder / "saved").glob("*.json")]
+    return max((int(name) for name in names if name.isdecimal()), default=0)
