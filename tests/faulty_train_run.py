@@ -71,9 +71,9 @@ def slow_steps() -> None:
 
     train_step = Trainer.train_step
 
-    def slow(self, step):
+    def slow(self, step, **more):
         time.sleep(SECONDS)
-        return train_step(self, step)
+        return train_step(self, step, **more)
 
     Trainer.train_step = slow
 
@@ -100,10 +100,10 @@ def out_of_memory() -> None:
 
     train_step = Trainer.train_step
 
-    def greedy(self, step):
+    def greedy(self, step, **more):
         if step == 5 and self.micro_batch > 2 and RANK == 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
-        return train_step(self, step)
+        return train_step(self, step, **more)
 
     Trainer.train_step = greedy
 
@@ -116,13 +116,13 @@ def greedy() -> None:
 
     train_step = Trainer.train_step
 
-    def taking_all(self, step):
+    def taking_all(self, step, **more):
         if step == 5 and self.micro_batch > 32:
             free, _ = torch.cuda.mem_get_info()
             self.hoard = torch.empty(free - (512 << 20), dtype=torch.uint8, device="cuda")
             torch.cuda.empty_cache()
             self.more = torch.empty(free, dtype=torch.uint8, device="cuda")
-        return train_step(self, step)
+        return train_step(self, step, **more)
 
     Trainer.train_step = taking_all
 
@@ -140,9 +140,9 @@ def note_batches(file: Path) -> None:
     forward, train_step = GPT.forward, Trainer.train_step
     place = {"step": 0, "micro_step": 0}
 
-    def noting_step(self, step):
+    def noting_step(self, step, **more):
         place.update(step=step, micro_step=0)
-        return train_step(self, step)
+        return train_step(self, step, **more)
 
     def noting_forward(self, tokens, targets=None, *more, **keywords):
         if torch.is_grad_enabled():

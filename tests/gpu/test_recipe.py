@@ -197,9 +197,9 @@ def test_nothing_compiles_again_and_memory_stays_after_step_3(start, tmp_path, m
     run = start(questions, **often)
     train_step = run.train_step
 
-    def watched(step):
+    def watched(step, **more):
         torch._dynamo.config.error_on_recompile = step > 3
-        return train_step(step)
+        return train_step(step, **more)
 
     monkeypatch.setattr(run, "train_step", watched)
     try:

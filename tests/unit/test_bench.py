@@ -74,7 +74,7 @@ def test_figures_of_timed_steps_by_hand(monkeypatch):
         journal=types.SimpleNamespace(mfu_percent=lambda speed: speed / 2),
     )
 
-    def train_step(step):
+    def train_step(step, **more):
         run.loader.micro_batch_at()
         counters["stats"]["unique_graphs"] += step in (1, 2, 5)
         return types.SimpleNamespace(seconds={1: 99.0}.get(step, step - 1.0), loss=10.0 - step)

@@ -56,9 +56,9 @@ def test_nothing_compiles_after_the_first_steps_and_scores_are_those_of_a_plain_
     run = start(tmp_path / "run", questions, compile=True, **often)
     train_step = run.train_step
 
-    def watched(step):
+    def watched(step, **more):
         torch._dynamo.config.error_on_recompile = True  # from the first step on, even
-        return train_step(step)
+        return train_step(step, **more)
 
     monkeypatch.setattr(run, "train_step", watched)
     train_step(0)  # forward and backward for training; the warm-up of `run` compiles the rest

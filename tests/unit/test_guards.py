@@ -20,7 +20,7 @@ from miniseries.data.shards import load_manifest
 from miniseries.metrics import read_json, read_metrics, write_json
 from miniseries.settings import LATER_MACHINE_KEYS
 from miniseries.training import guards, ranges, trainer
-from miniseries.training.checkpoint import checkpoint_folder, saved_steps
+from miniseries.training.checkpoint import checkpoint_folder, saved_steps, state_tensors
 from miniseries.training.distributed import start_world
 from miniseries.training.guards import DIVERGED_STEPS, Diverged, DivergenceDetector, Rollbacks
 from miniseries.training.launcher import freeze
@@ -130,6 +130,51 @@ def test_a_divergence_without_a_way_back_stops_the_run_and_pins(manifest, tmp_pa
         run.run()
     assert saved_steps(tmp_path) == [4, 8]
     assert (checkpoint_folder(tmp_path, 8) / "pinned").exists()
+
+
+def state_of(run):
+    """Weights, moments and numbers of updates, copied."""
+    counts = {f"step {n}": s["step"] for n, s in enumerate(run.optimizer.state.values())}
+    tensors = state_tensors(run.model, run.optimizer) | counts
+    return {n: getattr(t, "_local_tensor", t).clone() for n, t in tensors.items()}
+
+
+BF16_ALONE = {"precision": "bf16", "master_weights": False}
+
+
+@pytest.mark.parametrize("changes", [{}, {"skip_loss_z": 7.0}, BF16_ALONE], ids=str)
+def test_a_gradient_that_is_not_finite_touches_nothing(manifest, tmp_path, start, changes):
+    """Neither where the device decides nor where this process does."""
+    run = start(tmp_path, **changes)
+    run.train_step(0)
+    before = state_of(run)
+    lead_astray(run, {1})
+    with pytest.raises(Diverged, match="step 1: loss nan"):
+        run.train_step(1)
+    after = state_of(run)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    run.optimizer.zero_grad()  # as who goes back does
+    run.train_step(2)
+    assert not torch.equal(state_of(run)["step 0"], before["step 0"])
+
+
+def test_weights_are_gathered_early_where_a_step_follows_at_once(
+    manifest, tmp_path, start, monkeypatch
+):
+    every = {"ranges_every_steps": 0, "val_every_steps": 3, "checkpoint_every_steps": 4}
+    run, early = start(tmp_path / "run", **every), []
+    gather = trainer.unshard
+    monkeypatch.setattr(
+        trainer, "unshard", lambda model: (early.append(run.steps_done), gather(model))
+    )
+    run.run()
+    assert early == [s for s in range(12) if (s + 1) % 3 and (s + 1) % 4]
+    torch.distributed.destroy_process_group()
+    alone = start(tmp_path / "alone", **every)
+    reports = [alone.train_step(step) for step in range(12)]
+    assert [r.loss for r in reports] == [loss for _, loss, _ in losses(tmp_path / "run")]
+    ours, theirs = state_of(run), state_of(alone)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_a_run_that_diverges_wherever_it_goes_on_is_given_up(manifest, tmp_path, start):
@@ -248,9 +293,9 @@ def test_a_step_that_diverges_can_be_done_twice(manifest, tmp_path, start, calls
     def poisoned(*arguments, **more):
         return forward(*arguments, **more) * (math.nan if len(done) - 1 in calls else 1.0)
 
-    def counted(step):
+    def counted(step, **more):
         done.append(step)
-        return train_step(step)
+        return train_step(step, **more)
 
     run.model.forward, run.train_step = poisoned, counted
     result = _do_twice(run, 2)
@@ -270,8 +315,8 @@ def test_a_bit_that_flips_between_two_replays_is_found_and_named(manifest, tmp_p
     run = start(tmp_path)
     train_step, calls = run.train_step, []
 
-    def flaky(step):
-        report = train_step(step)
+    def flaky(step, **more):
+        report = train_step(step, **more)
         calls.append(step)
         if len(calls) == 4:  # steps 0 and 1, then step 2 twice
             with torch.no_grad():

@@ -191,7 +191,7 @@ def measure_steps(job: Job) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         run = make_trainer(job, Path(folder))
         built = time.time()
-        loss = run.train_step(0).loss
+        loss = run.train_step(0, goes_on=True).loss
         ready = time.time()
         result: dict[str, Any] = {
             "micro_batch": run.micro_batch,
@@ -222,11 +222,12 @@ def time_steps(run: Trainer, steps: int) -> dict[str, Any]:
         where the compiler gave up and began anew, loss.
     """
     for step in range(1, UNTIMED_STEPS):
-        run.train_step(step)
+        run.train_step(step, goes_on=True)
     wait = run.loader.micro_batch_at = StopWatch(run.loader.micro_batch_at)
-    timed = [run.train_step(UNTIMED_STEPS)]  # the third step
+    timed = [run.train_step(UNTIMED_STEPS, goes_on=True)]  # the third step
     graphs = compile_counter("stats", "unique_graphs")
-    timed += [run.train_step(UNTIMED_STEPS + number) for number in range(1, steps)]
+    later = range(UNTIMED_STEPS + 1, UNTIMED_STEPS + steps)
+    timed += [run.train_step(step, goes_on=True) for step in later]
     seconds = np.array([report.seconds for report in timed])
     speeds = run.tokens_per_step / seconds
     middle = statistics.median(seconds)

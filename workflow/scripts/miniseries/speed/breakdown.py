@@ -126,7 +126,7 @@ def record_trace(run: Trainer, first: int, steps: int, trace: Path) -> None:
     ):
         for step in range(first, first + steps + 1):
             with record_function(f"step {step}"):
-                run.train_step(step)
+                run.train_step(step, goes_on=True)
             profiler.step()
 
 

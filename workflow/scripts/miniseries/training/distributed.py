@@ -161,8 +161,15 @@ def set_last_micro_step(model: GPT, is_last: bool) -> None:
     model.set_reshard_after_backward(is_last)
 
 
+def unshard(model: GPT) -> None:
+    """Gather the whole weights for the next forward call, which else does it layer by layer."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+
+
 def reshard(model: GPT) -> None:
-    """Give up the whole weights that a forward call without a backward leaves behind.
+    """Give up the whole weights that `unshard` or a forward call without a backward leaves.
 
     The optimizer and the checkpoints know the sharded ones only.
     """

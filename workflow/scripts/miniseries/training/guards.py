@@ -150,6 +150,11 @@ class Guards:
         """The factor by which a step's loss, and so its gradients, are to be multiplied."""
         return self.loss_scale.value if self.loss_scale else 1.0
 
+    @property
+    def need_the_host(self) -> bool:
+        """Whether more than a loss or gradient that is not finite can keep an update back."""
+        return any(self.limits.values()) or bool(self.divergence.limit)
+
     def judge(self, step: int, loss: float, norm: float) -> Verdict:
         """Take in a step's loss in nats and its gradient norm, before the update.
 

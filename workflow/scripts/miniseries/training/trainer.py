@@ -27,6 +27,7 @@ from miniseries.training.distributed import (
     reshard,
     set_last_micro_step,
     shard_model,
+    unshard,
 )
 from miniseries.training.evaluator import Evaluator
 from miniseries.training.guards import Diverged, Guards, Rollbacks
@@ -185,44 +186,34 @@ class Trainer:
 
     # ---- one step -----------------------------------------------------------------------
 
-    def train_step(self, step: int) -> StepReport:
+    def train_step(self, step: int, goes_on: bool = False) -> StepReport:
         """Forward, backward and update on global batch `step`.
+
+        Args:
+            goes_on: the next step follows at once, and nobody looks at or changes the weights in
+                between: they are gathered for it while the device still works on this one.
 
         Raises:
             Diverged: loss or gradient left its course; this step has not touched the weights.
         """
-        start, scale = time.perf_counter(), self.guards.scale
-        loss_sum = torch.zeros((), device=self.world.device)
-        batch_hash = torch.zeros((), dtype=torch.int64, device=self.world.device)
-        batch = self.rollbacks.batch_of(step)
-        for micro_step in range(self.grad_accum_steps):
-            self._go_on()  # or drop what there is of this step
-            set_last_micro_step(self.model, micro_step == self.grad_accum_steps - 1)
-            with record_function("data"):  # the ranges that profiles are cut by
-                tokens, targets = self.loader.micro_batch_at(batch, micro_step)
-                batch_hash += self.loader.hash_of(micro_step, tokens, targets)
-            with record_function("forward"):
-                loss = self.model(tokens, targets, "mean", scale) / self.grad_accum_steps
-            with record_function("backward"):
-                loss.backward()
-            loss_sum += loss.detach()
-            self.pace.keep()
+        start, batch = time.perf_counter(), self.rollbacks.batch_of(step)
+        loss_sum, batch_hash = self._accumulate(batch)
         with record_function("clip"):
-            norm = clip_gradients(self.model, self.world.mesh.get_group("shard"), scale)
+            shards = self.world.mesh.get_group("shard")
+            norm = clip_gradients(self.model, shards, self.guards.scale)
         dist.all_reduce(loss_sum)
         dist.all_reduce(batch_hash)
-        # waits for the device
-        loss, norm = torch.stack([loss_sum / self.world.size, norm]).tolist()
-        verdict = self.guards.judge(step, loss, norm)
-        learning_rate = rate_of_recipe(self.recipe, step)
+        figures = torch.stack([loss_sum / self.world.size, norm])
+        if self.guards.need_the_host or isinstance(self.optimizer, RoundingAdamW):
+            loss, norm = figures.tolist()  # waits for the device
+            verdict = self.guards.judge(step, loss, norm)
+            self._update(step, verdict.reason_to_skip is not None, goes_on)
+        else:  # the device has work while this process gets the next step ready
+            self._update(step, ~figures.isfinite().all(), goes_on)
+            loss, norm = figures.tolist()
+            verdict = self.guards.judge(step, loss, norm)
         if verdict.reason_to_skip:
             self.journal.say(verdict.reason_to_skip)
-        else:
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate
-            with record_function("optimizer"):
-                self.optimizer.step()
-        self.optimizer.zero_grad()
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
@@ -235,12 +226,48 @@ class Trainer:
             grad_norm=norm,
             loss_z=verdict.loss_z,
             grad_z=verdict.grad_z,
-            learning_rate=learning_rate,
+            learning_rate=rate_of_recipe(self.recipe, step),
             seconds=seconds,
             skipped=verdict.reason_to_skip is not None,
             reserved_mib=memory.peak(self.world.device)["reserved"],
             batch_hash=f"{batch_hash.item() % (1 << 64):016x}",
         )
+
+    def _accumulate(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add up the gradients of this rank's micro-steps; returns their loss and token hash."""
+        loss_sum = torch.zeros((), device=self.world.device)
+        batch_hash = torch.zeros((), dtype=torch.int64, device=self.world.device)
+        for micro_step in range(self.grad_accum_steps):
+            self._go_on()  # or drop what there is of this step
+            set_last_micro_step(self.model, micro_step == self.grad_accum_steps - 1)
+            with record_function("data"):  # the ranges that profiles are cut by
+                tokens, targets = self.loader.micro_batch_at(batch, micro_step)
+                batch_hash += self.loader.hash_of(micro_step, tokens, targets)
+            with record_function("forward"):
+                loss = self.model(tokens, targets, "mean", self.guards.scale)
+                loss = loss / self.grad_accum_steps
+            with record_function("backward"):
+                loss.backward()
+            loss_sum += loss.detach()
+            self.pace.keep()
+        return loss_sum, batch_hash
+
+    def _update(self, step: int, is_skipped: bool | torch.Tensor, goes_on: bool) -> None:
+        """Update the weights unless the step is skipped, of which a tensor tells the device only.
+
+        Gradients are dropped; the weights are gathered if the next step follows at once.
+        """
+        with record_function("optimizer"):
+            if is_skipped is not True:
+                for group in self.optimizer.param_groups:
+                    group["lr"] = rate_of_recipe(self.recipe, step)
+                on_device = isinstance(is_skipped, torch.Tensor)
+                # a name of PyTorch's fused optimizers: where it is 1 all stays as it was
+                self.optimizer.found_inf = is_skipped.float() if on_device else None
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+            if goes_on:
+                unshard(self.model)
 
     # ---- saving -------------------------------------------------------------------------
 
@@ -293,6 +320,12 @@ class Trainer:
         due = self._due(step, self.machine["checkpoint_every_steps"])
         return due or step in kept_steps(self.machine)
 
+    def _goes_on_after(self, step: int) -> bool:
+        """Whether the step after this one follows at once, without an evaluation or a save."""
+        every = ("ranges_every_steps", "val_every_steps", "sample_every_steps")
+        pauses = [self._due(step + 1, self.machine[key]) for key in every]
+        return not (self._saves_at(step + 1) or any(pauses))
+
     def _go_on(self, what: str = "", done: int = 0, total: int = 0) -> None:
         """Between two pieces of work: say that all is well, and leave if a signal came."""
         self.heartbeat.beat()
@@ -339,7 +372,7 @@ class Trainer:
                     self.save(step)
                 break
             try:
-                self.journal.step(self.train_step(step))
+                self.journal.step(self.train_step(step, goes_on=self._goes_on_after(step)))
             except Diverged as divergence:
                 step = self._roll_back(step, divergence)
                 continue
