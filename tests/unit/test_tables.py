@@ -139,6 +139,7 @@ def test_the_newer_of_two_files_counts(files, tmp_path):
         for row in rows
         if (row["work"], row["measure"], row["processes"], row["micro_batch"])
         == ("124m", "step", 1, 64)
+        and row["precision"] == "bf16"
     ]
     assert speeds == [600000.4]
 

@@ -1,8 +1,8 @@
 """What a run will take before it is paid for: memory, micro-batch, hours, dollars, disk.
 
 Letters: C channels, L layers, T tokens of a sequence, N parameters with padding, W processes.
-Memory follows from what the trainer keeps; speed from three rates, measured once on an H200 and
-scaled by a device's published peaks. Tests compare both with `benchmarks/`.
+Memory follows from what the trainer keeps; speed from three rates and a wait, measured on an H200
+and scaled by a device's published peaks. Tests compare both with `benchmarks/`.
 """
 
 from pathlib import Path
@@ -28,11 +28,14 @@ PASSING_ELEMENTS = 5
 # Share of a GPU's memory that a run may take: the rest is for CUDA, cuBLAS, and fragments
 USABLE_SHARE = 0.92
 # Rates as shares of a device's bf16 peak and memory bandwidth, fitted to the H200's steps of
-# commit b41bf3f (LOG.md): matrix products, attention (half its square), and all else by bytes
-MATMUL_SHARE, ATTENTION_SHARE, BANDWIDTH_SHARE = 0.70, 0.32, 0.40
-# Tokens/s of one of several GPUs against one alone: two H200 reach 1.93 and 1.91 times one.
-# More GPUs and nodes are assumed to do the same; nobody has measured it here
-SCALING = 0.955
+# commit 59b1581 (LOG.md): matrix products, attention (half its square), and all else by bytes
+MATMUL_SHARE, ATTENTION_SHARE, BANDWIDTH_SHARE = 0.68, 0.44, 0.50
+# Time of a layer's products in fp8, with what it takes to get there, by their time in bf16: the
+# same fit; `124m` alone would give 0.78, `1558m` 0.66
+FP8_TIME = 0.70
+# Seconds of each step in which the device waits for Python: the same fit. It is also what two GPUs
+# lack to twice one; more GPUs and nodes are assumed to lack no more, which nobody has measured here
+STEP_SECONDS = 0.034
 ELEMENT_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 SHARD_TOKENS = 100_000_000  # of a full shard on the hub
 CHECKPOINT_BYTES = 12  # a parameter: master weight and AdamW's two moments, fp32
@@ -156,19 +159,21 @@ def tokens_per_second(
     recipe: dict[str, Any], micro_batch: int, device: str, processes: int = 1
 ) -> float | None:
     """Predicted speed of all processes together; None where no rate is known for the precision."""
-    if recipe["precision"] not in ("bf16", "fp16") or device not in DEVICES:
+    if recipe["precision"] not in ("bf16", "fp16", "fp8") or device not in DEVICES:
         return None
     place = DEVICES[device]
     peak = place.bf16_tflops * 1e12
     tokens = recipe["total_batch_tokens"] / processes
     layers, channels = recipe["num_layers"], recipe["channels"]
-    in_products = 6 * (12 * layers * channels**2 + PADDED_VOCAB_SIZE * channels) * tokens
+    in_layers = 6 * 12 * layers * channels**2 * tokens
+    in_layers *= FP8_TIME if recipe["precision"] == "fp8" else 1
+    in_products = in_layers + 6 * PADDED_VOCAB_SIZE * channels * tokens
     # half of the square forward, two and a half times that backward
     in_attention = 7 * layers * channels * recipe["sequence_length"] * tokens
     others = sum(part["others"] for part in counted_bytes(recipe, micro_batch, processes).values())
     seconds = in_products / (MATMUL_SHARE * peak) + in_attention / (ATTENTION_SHARE * peak)
     seconds += others / (BANDWIDTH_SHARE * place.terabytes_per_second * 1e12)
-    return recipe["total_batch_tokens"] / seconds * (SCALING if processes > 1 else 1)
+    return recipe["total_batch_tokens"] / (seconds + STEP_SECONDS)
 
 
 def plan_row(
