@@ -75,6 +75,12 @@ def test_test_series_with_a_kept_step(project):
     assert "fetch_shard" not in jobs
 
 
+def test_fp8_is_compared_with_bf16_at_both_ends_of_the_series(project):
+    targets = ["train_fp8-124m", "train_fp8-1558m"]
+    jobs = project.jobs(*targets, "--configfile", f"{project.root}/benchmarks/fp8.yaml")
+    assert (jobs["train"], jobs["write_settings"], jobs["prepare_dataset"]) == (4, 4, 1)
+
+
 def test_finished_project_has_figures_and_nothing_to_do(finished_project):
     calls = finished_project.calls
     assert {"plot_run", "write_summary", "render_page"} < set(calls)
