@@ -142,7 +142,7 @@ def state_of(run):
 BF16_ALONE = {"precision": "bf16", "master_weights": False}
 
 
-@pytest.mark.parametrize("changes", [{}, {"skip_loss_z": 7.0}, BF16_ALONE], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"divergence_z": 7.0}, BF16_ALONE], ids=str)
 def test_a_gradient_that_is_not_finite_touches_nothing(manifest, tmp_path, start, changes):
     """Neither where the device decides nor where this process does."""
     run = start(tmp_path, **changes)

@@ -239,6 +239,27 @@ def test_equal_values_have_a_z_score_of_zero_and_spoilt_ones_do_not_enter():
     assert detector.update(2.0) == 0.0
 
 
+@pytest.mark.parametrize("seen", [127, 128, 300])
+@pytest.mark.parametrize("limit", [0.5, 3.0, 7.0])
+def test_only_values_above_the_ceiling_have_a_z_score_above_the_limit(seen, limit):
+    detector = ZScore()
+    for number in range(seen):
+        detector.update(math.sin(number) + 0.001 * number)
+    ceiling, window = detector.ceiling(limit), detector.state_dict()
+    for factor in (1 - 1e-9, 1 + 1e-9, 2.0):
+        detector.load_state_dict(window)
+        assert (detector.update(ceiling * factor) > limit) == (factor > 1)
+
+
+def test_there_is_no_ceiling_without_a_limit_a_full_window_or_a_value_that_reaches_it():
+    detector = ZScore()
+    for number in range(127):
+        assert detector.ceiling(3.0) == math.inf
+        detector.update(number % 7)
+    assert detector.ceiling(3.0) < 10
+    assert detector.ceiling(0.0) == detector.ceiling(11.3) == math.inf  # 11.27 is the largest z
+
+
 def test_a_detector_that_was_saved_and_loaded_goes_on_as_if_nothing_had_happened():
     values = [math.sin(i) for i in range(140)]
     unbroken, first = ZScore(), ZScore()

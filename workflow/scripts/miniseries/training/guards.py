@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from miniseries.metrics import read_json, write_json
 from miniseries.training.optimizer import LossScale, ZScore
 
@@ -152,8 +154,25 @@ class Guards:
 
     @property
     def need_the_host(self) -> bool:
-        """Whether more than a loss or gradient that is not finite can keep an update back."""
-        return any(self.limits.values()) or bool(self.divergence.limit)
+        """Whether more than the next step's own loss and norm can keep its update back."""
+        return bool(self.divergence.limit)
+
+    def spoilt(self, figures: torch.Tensor) -> torch.Tensor:
+        """Whether the next step's update is kept back, which its device so knows before the host.
+
+        Args:
+            figures: its loss in nats and its gradient norm, float64.
+        """
+        loss, norm = figures
+        return (
+            ~figures.isfinite().all()
+            | (loss > self._ceiling("loss"))
+            | (norm > self._ceiling("grad"))
+        )
+
+    def _ceiling(self, name: str) -> float:
+        detector = {"loss": self.loss_detector, "grad": self.norm_detector}[name]
+        return detector.ceiling(self.limits[name])
 
     def judge(self, step: int, loss: float, norm: float) -> Verdict:
         """Take in a step's loss in nats and its gradient norm, before the update.
@@ -164,10 +183,12 @@ class Guards:
         overflow = self._overflow(loss, norm)
         if overflow is None:
             self.divergence.check_finite(step, loss, norm)
-        loss_z, grad_z = self.loss_detector.update(loss), self.norm_detector.update(norm)
-        self.divergence.check_course(step, loss_z)
-        reason = overflow or self._outlier("loss", loss_z) or self._outlier("grad", grad_z)
-        return Verdict(loss_z, grad_z, reason)
+        far = {"loss": loss > self._ceiling("loss"), "grad": norm > self._ceiling("grad")}
+        z = {"loss": self.loss_detector.update(loss), "grad": self.norm_detector.update(norm)}
+        self.divergence.check_course(step, z["loss"])
+        outlier = next((name for name, is_far in far.items() if is_far), None)
+        reason = outlier and f"skipping update due to {outlier} z-score of {z[outlier]:f}"
+        return Verdict(z["loss"], z["grad"], overflow or reason)
 
     def _overflow(self, loss: float, norm: float) -> str | None:
         """Whether fp16 could not hold this step's gradients; the loss scale follows."""
@@ -178,11 +199,6 @@ class Guards:
         if not overflowed:
             return None
         return f"skipping update due to overflow with loss scale {before:g}"
-
-    def _outlier(self, name: str, z: float) -> str | None:
-        """NaN compares false: a short window never skips."""
-        limit = self.limits[name]
-        return f"skipping update due to {name} z-score of {z:f}" if limit and z > limit else None
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint."""

@@ -218,6 +218,21 @@ class ZScore:
         variance = math.fsum((v - mean) ** 2 for v in self.window) / DETECTOR_WINDOW
         return 0.0 if variance == 0 else (value - mean) / math.sqrt(variance)
 
+    def ceiling(self, limit: float) -> float:
+        """The value above which the next one's z-score is more than `limit`.
+
+        Infinite before 127 values were seen, and for limits that no value of 128 can exceed; 0 is
+        no limit. With d the distance from the mean of the 127 others and v their variance,
+        z^2 = 127 d^2 / (128 v + d^2).
+        """
+        others = list(self.window)[1 - DETECTOR_WINDOW :]
+        room = len(others) - limit**2
+        if not limit or len(others) < DETECTOR_WINDOW - 1 or room <= 0:
+            return math.inf
+        mean = math.fsum(others) / len(others)
+        variance = math.fsum((v - mean) ** 2 for v in others) / len(others)
+        return mean + limit * math.sqrt(DETECTOR_WINDOW * variance / room)
+
     def state_dict(self) -> list[float]:
         """The window, oldest first; JSON keeps every bit of a float."""
         return list(self.window)

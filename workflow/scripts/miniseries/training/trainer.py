@@ -209,7 +209,7 @@ class Trainer:
             verdict = self.guards.judge(step, loss, norm)
             self._update(step, verdict.reason_to_skip is not None, goes_on)
         else:  # the device has work while this process gets the next step ready
-            self._update(step, ~figures.isfinite().all(), goes_on)
+            self._update(step, self.guards.spoilt(figures), goes_on)
             loss, norm = figures.tolist()
             verdict = self.guards.judge(step, loss, norm)
         if verdict.reason_to_skip:
