@@ -175,10 +175,10 @@ class Guards:
         return detector.ceiling(self.limits[name])
 
     def judge(self, step: int, loss: float, norm: float) -> Verdict:
-        """Take in a step's loss in nats and its gradient norm, before the update.
+        """Take in a step's loss in nats and its gradient norm; `spoilt` comes before it.
 
         Raises:
-            Diverged: they left their course; the weights are untouched.
+            Diverged: they left their course; the weights must be, or by `spoilt` are, untouched.
         """
         overflow = self._overflow(loss, norm)
         if overflow is None:
