@@ -233,21 +233,37 @@ def test_the_loss_in_one_pass_leaves_padding_out(quack):
     assert gradient[:, VOCAB:].abs().max() == 0
 
 
-def test_without_a_hopper_gpu_nothing_is_fused(monkeypatch):
+@pytest.fixture
+def untried():
+    """As in a process that has tried no package yet."""
+    from miniseries.model import cudnn_attention, fused_products
+
+    cached = (fused_products.quack, fused_products.work)
+    cached += (cudnn_attention._works, cudnn_attention.flash_attention_4)
+    for function in cached:
+        function.cache_clear()
+    yield
+    for function in cached:
+        function.cache_clear()
+
+
+def test_without_a_hopper_gpu_nothing_is_fused(untried, monkeypatch):
     from miniseries.model import fused_products
 
-    fused_products.quack.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert fused_products.quack() is None
-    fused_products.quack.cache_clear()
+    assert not fused_products.work(768)
+
+
+def test_a_package_that_does_not_load_is_named_in_one_line(untried, monkeypatch):
+    from miniseries.model import fused_products
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    with monkeypatch.context() as broken:
-        broken.setitem(sys.modules, "quack", types.ModuleType("quack"))
-        broken.setattr(importlib.util, "find_spec", lambda _name: True)
-        with pytest.warns(UserWarning, match="quack-kernels cannot be used .*quack.cross_entropy"):
-            assert fused_products.quack() is None
-    fused_products.quack.cache_clear()
+    monkeypatch.setitem(sys.modules, "quack", types.ModuleType("quack"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: True)
+    with pytest.warns(UserWarning, match="quack-kernels cannot be used .*quack.cross_entropy"):
+        assert not fused_products.work(768)
 
 
 def pretend_to_have(monkeypatch, package, modules):
@@ -267,8 +283,11 @@ def pretend_to_have(monkeypatch, package, modules):
         monkeypatch.setitem(sys.modules, name, module)
 
 
+@pytest.mark.parametrize("channels", [48, 256])  # too narrow for its products, and not
 @pytest.mark.parametrize("fault", ["", "does not compile", "is wrong"])
-def test_a_package_whose_loss_fails_is_not_used_and_named_in_one_line(package, fault, monkeypatch):
+def test_a_package_whose_loss_fails_is_not_used_and_named_in_one_line(
+    package, fault, channels, untried, monkeypatch
+):
     from miniseries.model import fused_products
 
     def cross_entropy(logits, *more):
@@ -277,22 +296,28 @@ def test_a_package_whose_loss_fails_is_not_used_and_named_in_one_line(package, f
         package.cross_entropy(logits, *more)
         logits *= 1.1 if fault else 1
 
+    tried = []
+
+    def linear_act(rows, weight, **more):
+        tried.append(weight.shape)
+        return package.linear_act(rows, weight, **more)
+
     modules = {
         "quack.cross_entropy": {"cross_entropy_fwd_out": cross_entropy},
         "quack.epilogue.library": {"dgelu_dbias_mod": package.act_backward},
         "quack.gemm_config": {"GemmConfig": package.config},
-        "quack.gemm_interface": {"gemm_act": package.linear_act},
+        "quack.gemm_interface": {"gemm_act": linear_act},
     }
     pretend_to_have(monkeypatch, "quack", modules)
     monkeypatch.setattr(fused_products._check, "__defaults__", (DEVICE,))
-    fused_products.quack.cache_clear()
     if not fault:
-        assert fused_products.quack().cross_entropy is cross_entropy
+        assert fused_products.work(channels)
     else:
         reason = {"does not compile": "no such instruction", "is wrong": r"10\.\d% away"}[fault]
         with pytest.warns(UserWarning, match=f"quack-kernels cannot be used .*{reason}"):
-            assert fused_products.quack() is None
-    fused_products.quack.cache_clear()
+            assert not fused_products.work(channels)
+    width = 256 if channels == 256 else 128
+    assert tried == [(width, 4 * width)]  # the tiles that the model's own layers are cut into
 
 
 @pytest.mark.parametrize(
@@ -305,7 +330,7 @@ def test_a_package_whose_loss_fails_is_not_used_and_named_in_one_line(package, f
     ],
 )
 def test_attention_that_fails_when_it_is_tried_is_named_and_the_next_one_taken(
-    fault, named, chosen, monkeypatch, recwarn
+    fault, named, chosen, untried, monkeypatch, recwarn
 ):
     from miniseries.model import cudnn_attention, fast_formulas
 
@@ -333,14 +358,9 @@ def test_attention_that_fails_when_it_is_tried_is_named_and_the_next_one_taken(
     monkeypatch.setattr(cudnn_attention, "_forward", forward)
     monkeypatch.setattr(cudnn_attention, "_cudnn_backward", cudnn_backward)
     monkeypatch.setattr(cudnn_attention._try, "__defaults__", (DEVICE,))
-    cached = (cudnn_attention._works, cudnn_attention.flash_attention_4)
-    for function in cached:
-        function.cache_clear()
-    assert chosen in fast_formulas.choose().attention_name
+    assert chosen in fast_formulas.choose(768).attention_name
     said = [str(warning.message) for warning in recwarn if "cannot be used" in str(warning.message)]
     assert len(said) == (named is not None) and all(re.search(named, line) for line in said)
-    for function in cached:
-        function.cache_clear()
 
 
 def test_attention_of_heads_that_cudnn_does_not_take_is_pytorchs(monkeypatch):
@@ -468,13 +488,13 @@ def test_a_device_without_our_kernels_gets_the_plain_formulas(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
-    chosen = fast_formulas.choose()
+    chosen = fast_formulas.choose(768)
     assert chosen.add_norm is formulas.add_norm and chosen.norm_mlp is formulas.norm_mlp
     assert chosen.attention is formulas.attention
     with pytest.raises(ValueError, match=r"precision fp8 needs a Hopper GPU.*Tesla T4.*bf16"):
         fp8_formulas.choose(chosen)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    chosen = fast_formulas.choose()
+    chosen = fast_formulas.choose(768)
     assert chosen.add_norm is fast_formulas.add_norm
     assert chosen.attention is formulas.attention  # cuDNN's front end is for Hopper
 
@@ -487,7 +507,7 @@ def test_a_device_without_our_kernels_compiles_no_more_when_the_loss_scale_chang
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    chosen = fast_formulas.choose()
+    chosen = fast_formulas.choose(768)
     targets = torch.arange(5, device=DEVICE)
     hidden, head = randn(5, 32).requires_grad_(), randn(PADDED, 32).requires_grad_()
     found = []

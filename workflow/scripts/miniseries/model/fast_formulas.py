@@ -150,10 +150,11 @@ def fused_norm_mlp(x: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, torch.T
     return _NormMlp.apply(x, *inputs, fused_products.fit(x))
 
 
-def choose(with_extra: bool = True) -> Formulas:
+def choose(channels: int, with_extra: bool = True) -> Formulas:
     """The fastest implementations that this GPU and its software have.
 
     Args:
+        channels: of the model; the tiles for this width are tried.
         with_extra: whether the packages of the extra `gpu` may take part.
     """
     compiled_losses = torch.compile(formulas.losses_of_logits, dynamic=False)
@@ -170,7 +171,7 @@ def choose(with_extra: bool = True) -> Formulas:
         chosen = {"attention": cudnn_attention.attention}
         chosen |= {"attention_name": cudnn_attention.describe()}
     own_or_fused: Any = kernels
-    if with_extra and fused_products.quack():
+    if with_extra and fused_products.work(channels):
         own_or_fused = fused_products
         chosen |= {"norm_mlp": fused_norm_mlp, "mlp_name": fused_products.NAME}
     return Formulas(

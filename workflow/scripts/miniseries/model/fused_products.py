@@ -6,7 +6,6 @@ the widest activations once more each, forward and backward.
 
 import functools
 import importlib.util
-import logging
 import warnings
 from types import SimpleNamespace
 
@@ -28,30 +27,40 @@ SMALLEST, FEWEST_ROWS = 128, 256
 
 @functools.cache
 def quack() -> SimpleNamespace | None:
-    """What is used of the package; None where it is missing, fails, or computes wrongly."""
+    """What is used of the package; None where it is missing or does not load."""
     on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     if not on_hopper or importlib.util.find_spec("quack") is None:
         return None
     try:
-        # It names each kernel by what its source refers to, and with nvidia-cutlass-dsl 4.7 that
-        # is a logger, too, which must say that it changes nothing
-        logging.Logger.__quack_semantic_key__ = lambda logger: logger.name
         from quack.cross_entropy import cross_entropy_fwd_out
         from quack.epilogue.library import dgelu_dbias_mod
         from quack.gemm_config import GemmConfig
         from quack.gemm_interface import gemm_act
-
-        found = SimpleNamespace(
-            config=GemmConfig,
-            linear_act=gemm_act,
-            act_backward=dgelu_dbias_mod,
-            cross_entropy=cross_entropy_fwd_out,
-        )
-        _check(found)
     except Exception as error:  # a package of compilers: it can fail in many ways
-        warnings.warn(f"quack-kernels cannot be used ({error}); all else stays", stacklevel=2)
-        return None
-    return found
+        return _refuse(error)
+    return SimpleNamespace(
+        config=GemmConfig,
+        linear_act=gemm_act,
+        act_backward=dgelu_dbias_mod,
+        cross_entropy=cross_entropy_fwd_out,
+    )
+
+
+@functools.cache
+def work(channels: int) -> bool:
+    """Whether the package is here, and right for layers of this width: tried once, on few rows."""
+    package = quack()
+    if package is None:
+        return False
+    try:
+        _check(package, channels)
+    except Exception as error:
+        return bool(_refuse(error))
+    return True
+
+
+def _refuse(error: Exception) -> None:
+    warnings.warn(f"quack-kernels cannot be used ({error}); all else stays", stacklevel=3)
 
 
 def _config(package: SimpleNamespace, columns: int, widths: tuple[int, ...]):
@@ -90,9 +99,11 @@ def _gradients_of_logits(package: SimpleNamespace, logits, targets, vocab_size):
     return losses.sum(), logits
 
 
-def _check(package: SimpleNamespace, device: str = "cuda") -> None:
-    """Raise unless products and loss are right on a few random rows."""
-    shapes = {"x": (256, 128), "weight": (512, 128), "bias": (512,), "proj_weight": (128, 512)}
+def _check(package: SimpleNamespace, channels: int, device: str = "cuda") -> None:
+    """Raise unless the loss, and products in the tiles of this width, are right on random rows."""
+    channels = channels if _fits(channels) else SMALLEST
+    shapes = {"x": (FEWEST_ROWS, channels), "weight": (4 * channels, channels)}
+    shapes |= {"bias": (4 * channels,), "proj_weight": (channels, 4 * channels)}
     shapes["logits"] = (16, PADDED_VOCAB_SIZE)
     generator = torch.Generator().manual_seed(0)
     drawn = {
@@ -100,6 +111,7 @@ def _check(package: SimpleNamespace, device: str = "cuda") -> None:
         for name, shape in shapes.items()
     }
     x, weight, bias, proj_weight, logits = drawn.values()
+    weight, proj_weight = weight / channels**0.5, proj_weight / channels**0.5
     hidden = F.linear(x, weight, bias)
     gradient, for_bias, active = kernels.gelu_backward(hidden, x @ proj_weight, True)
     of_logits = torch.arange(len(logits), device=device), VOCAB_SIZE
@@ -120,8 +132,11 @@ def _check(package: SimpleNamespace, device: str = "cuda") -> None:
 def fit(x: torch.Tensor) -> bool:
     """Whether these products are for a stream like this one, (B, T, C)."""
     batch, length, channels = x.shape
-    large = channels >= SMALLEST and batch * length >= FEWEST_ROWS
-    return large and x.dtype == torch.bfloat16 and channels % 8 == 0
+    return _fits(channels) and batch * length >= FEWEST_ROWS and x.dtype == torch.bfloat16
+
+
+def _fits(channels: int) -> bool:
+    return channels >= SMALLEST and channels % 8 == 0
 
 
 @custom_op("miniseries::linear_gelu", mutates_args=())

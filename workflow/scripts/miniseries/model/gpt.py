@@ -150,7 +150,7 @@ class GPT(nn.Module):
                 fp8_formulas,
             )
 
-            fast = fast_formulas.choose(with_extra)
+            fast = fast_formulas.choose(self.config.channels, with_extra)
             self.use(fast, fp8_formulas.choose(fast) if precision == "fp8" else fast)
         # with and without gradients, training, validation, questions of a few lengths
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
