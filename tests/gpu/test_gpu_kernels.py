@@ -261,7 +261,7 @@ def test_a_compiled_model_with_kernels_has_the_plain_models_loss_and_gradients(
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     config = model.GPTConfig(2, 4, 256, 128)
     plain, fast = model.GPT(config).cuda(), model.GPT(config).cuda()
-    model.init_weights(plain, 42)
+    model.init_weights(plain, model.draw_weights(config, 42))
     fast.load_state_dict(plain.state_dict())
     fast.to(dtype).compile(torch.device("cuda"), precision)
     torch._dynamo.utils.counters.clear()

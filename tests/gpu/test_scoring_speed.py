@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 
 from miniseries.evaluation.choices import HELLASWAG_ITEMS
 from miniseries.evaluation.scoring import choice_scores
-from miniseries.model.gpt import GPT, GPTConfig, init_weights
+from miniseries.model.gpt import GPT, GPTConfig, draw_weights, init_weights
 from miniseries.speed.bench import made_up_questions
 from miniseries.training.distributed import shard_model, start_world
 
@@ -34,7 +34,7 @@ def test_all_of_hellaswag_is_scored_in_seconds_and_compiled_once(
         model.compile(world.device)
         shard_model(model, world, "bf16")
         model.to_empty(device=world.device)
-        init_weights(model, 42)
+        init_weights(model, draw_weights(model.config, 42))
         questions = made_up_questions(HELLASWAG_ITEMS)
         split = {"micro_batch": micro_batch, "device": world.device}
         started = time.perf_counter()

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from miniseries.model.gpt import GPT, GPTConfig, init_weights
+from miniseries.model.gpt import GPT, GPTConfig, draw_weights, init_weights
 from miniseries.speed.breakdown import (
     COLLECTIVES,
     Kernel,
@@ -205,7 +205,7 @@ def test_kinds_by_name(kernel, kind):
 
 def test_ranges_of_layers_change_nothing_and_are_taken_away_again():
     model = GPT(GPTConfig(num_layers=2, num_heads=2, channels=16, sequence_length=8))
-    init_weights(model, seed=1)
+    init_weights(model, draw_weights(model.config, seed=1))
     tokens = torch.arange(8)[None]
     expected = model(tokens, tokens)
     calls = [block._compiled_call_impl for block in model.h]

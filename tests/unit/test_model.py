@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from miniseries.evaluation.huggingface import from_huggingface
 from miniseries.model.formulas import Formulas, chunk_rows, mean_loss, token_losses
-from miniseries.model.gpt import GPT, GPTConfig, init_weights
+from miniseries.model.gpt import GPT, GPTConfig, draw_weights, init_weights
 from miniseries.shapes import keys_of_model
 
 torch.set_num_threads(1)
@@ -224,7 +224,7 @@ def test_more_positions_than_tokens_change_nothing_but_the_table_s_size():
 
 def test_fresh_weights_are_those_of_llm_c():
     model = GPT(GPTConfig(1, 12, 768, 8))
-    init_weights(model, seed=42)
+    init_weights(model, draw_weights(model.config, seed=42))
     # formats of llm.c, "Golden check": first four values and the last one drawn for wte
     expected = torch.tensor([0.03853830, 0.02974568, 0.01801434, -0.04211043])
     torch.testing.assert_close(model.wte.weight[0, :4].detach(), expected, rtol=0, atol=1e-7)
@@ -236,7 +236,7 @@ def test_fresh_weights_are_those_of_llm_c():
 
 def test_fresh_weights_are_scaled_by_depth_where_they_meet_the_residual():
     model = GPT(GPTConfig(8, 2, 128, 16, 211, 256))
-    init_weights(model, seed=7)
+    init_weights(model, draw_weights(model.config, seed=7))
     for name, parameter in model.named_parameters():
         values = parameter[:211] if name == "wte.weight" else parameter
         if name.endswith("c_proj.weight"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import distribute_tensor
 
-from miniseries.model.gpt import GPT, GPTConfig, init_weights
+from miniseries.model.gpt import GPT, GPTConfig, draw_weights, init_weights
 from miniseries.training.bits import scramble
 from miniseries.training.distributed import shard_model, start_world
 from miniseries.training.optimizer import (
@@ -43,7 +43,7 @@ def test_clipping_reports_the_norm_before_and_leaves_at_most_one():
 def test_our_optimizer_equals_plain_adamw_with_gpt3s_constants():
     config = GPTConfig(1, 2, 8, 4, vocab_size=10, padded_vocab_size=16)
     ours, plain = GPT(config), GPT(config)
-    init_weights(ours, 1)
+    init_weights(ours, draw_weights(config, 1))
     plain.load_state_dict(ours.state_dict())
     optimizer = make_optimizer(ours, weight_decay=0.1)
     matrices = [p for p in plain.parameters() if p.dim() == 2]
@@ -92,7 +92,7 @@ def test_rounding_by_chance_is_right_on_average_and_leaves_exact_values_alone():
 
 def bf16_model(seed=1):
     model = GPT(GPTConfig(1, 2, 8, 4, vocab_size=10, padded_vocab_size=16)).bfloat16()
-    init_weights(model, seed)
+    init_weights(model, draw_weights(model.config, seed))
     return model
 
 

@@ -28,7 +28,7 @@ from miniseries.evaluation.scoring import (
     validation_loss,
     validation_windows,
 )
-from miniseries.model.gpt import GPT, GPTConfig, init_weights
+from miniseries.model.gpt import GPT, GPTConfig, draw_weights, init_weights
 from miniseries.training.distributed import shard_model, start_world
 
 torch.set_num_threads(1)
@@ -82,7 +82,7 @@ def random_shards(seed=0, sizes=(203, 90)):
 
 def tiny_model(seed=5):
     model = GPT(CONFIG)
-    init_weights(model, seed)
+    init_weights(model, draw_weights(CONFIG, seed))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(10.0)  # so that losses differ from one token to the next

@@ -1,4 +1,5 @@
 import dataclasses
+import gc
 import hashlib
 import json
 import math
@@ -521,6 +522,39 @@ def test_an_outlier_is_skipped_counted_and_leaves_the_weights_alone(
     assert torch.equal(run.model.ln_f.weight.to_local(), before)
     assert f"skipping update due to {what} z-score of" in capsys.readouterr().out
     assert read_metrics(tmp_path / "metrics.jsonl")["train"][0]["skipped"] is True
+
+
+def test_garbage_is_collected_again_after_the_first_step(manifest, tmp_path, one_world):
+    run = in_this_process(tmp_path, manifest)
+    gc.disable()
+    try:
+        run.train_step(0)
+        assert gc.isenabled() and gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+        gc.enable()
+
+
+def test_a_new_run_draws_its_weights_ahead_and_one_that_goes_on_not_at_all(
+    manifest, tmp_path, one_world, monkeypatch
+):
+    drawn = []
+    draw = trainer.draw_weights
+
+    def watched(config, seed, in_order):
+        drawn.append(in_order)
+        return draw(config, seed, in_order)
+
+    monkeypatch.setattr(trainer, "draw_weights", watched)
+    first = in_this_process(tmp_path, manifest)
+    for name, values in draw(first.model.config, first.recipe["seed"]):
+        assert torch.equal(first.model.get_parameter(name).full_tensor(), values), name
+    first.train_step(0)
+    first.save(1)
+    first.wait_for_save()
+    torch.distributed.destroy_process_group()
+    in_this_process(tmp_path, manifest)
+    assert drawn[0] is not map and drawn[1] is map
 
 
 def test_step_times_add_up_to_what_the_clock_says(manifest, tmp_path, one_world):

@@ -1,6 +1,7 @@
 """Measure a run's training step on this device, in processes of its own; writes a JSON result."""
 
 import argparse
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ def bench(settings: Path | None, row: str | None, started: float | None, **argum
         found = json.loads(row) if row.startswith("{") else read_json(Path(row))
     if started is None:
         return run_row(found, **arguments)
+    gc.disable()  # as a run does
     from miniseries.speed.bench import measure  # loads PyTorch
 
     return measure(found, started=started, **arguments)

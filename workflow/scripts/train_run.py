@@ -9,6 +9,7 @@ import signal
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # while modules load Ctrl-C is no traceback
 
 import argparse  # noqa: E402
+import gc  # noqa: E402
 import os  # noqa: E402
 from pathlib import Path  # noqa: E402
 
@@ -40,6 +41,7 @@ if __name__ == "__main__":
 
         run_main(find_micro_batch, folder=arguments["folder"], processes=processes)
     elif "RANK" in os.environ:
+        gc.disable()  # until the first step is done; see Trainer
         from miniseries.training.worker import train  # loads PyTorch
 
         del arguments["init_from"]  # the launcher noted it in settings.json

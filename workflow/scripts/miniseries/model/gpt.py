@@ -5,6 +5,7 @@ V vocabulary entries (50,257), Vp the same padded to a multiple of 128 (50,304).
 """
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,29 +214,49 @@ def parameter_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
         return {name: tuple(p.shape) for name, p in GPT(config).named_parameters()}
 
 
-@torch.no_grad()
-def init_weights(model: GPT, seed: int) -> None:
-    """Draw the same weights as PyTorch's GPT-2 and llm.c do, on any number of processes.
+def draw_weights(
+    config: GPTConfig, seed: int, in_order: Callable[..., Iterable] = map
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """The weights that are drawn by chance: the same as PyTorch's GPT-2 and llm.c draw.
 
-    One CPU generator in fp32; order: token rows (padding stays 0), positions, then per layer
-    c_attn, attn.c_proj, c_fc, mlp.c_proj. Biases are 0, norms 1 (formats of llm.c, "Init").
+    One CPU generator; order: token rows (padding stays 0), positions, then per layer c_attn,
+    attn.c_proj, c_fc, mlp.c_proj (formats of llm.c, "Init").
+
+    Args:
+        in_order: `map`; or that of a pool of one thread, which begins at once and runs ahead.
+
+    Returns:
+        Names and values, float32, whole.
     """
+    width = config.channels
+    residual_std = INIT_STD / math.sqrt(2 * config.num_layers)
+    plan = [("wte.weight", (config.padded_vocab_size, width), INIT_STD)]
+    plan += [("wpe.weight", (config.positions, width), INIT_STD)]
+    for layer in range(config.num_layers):
+        plan += [(f"h.{layer}.attn.c_attn.weight", (3 * width, width), INIT_STD)]
+        plan += [(f"h.{layer}.attn.c_proj.weight", (width, width), residual_std)]
+        plan += [(f"h.{layer}.mlp.c_fc.weight", (4 * width, width), INIT_STD)]
+        plan += [(f"h.{layer}.mlp.c_proj.weight", (width, 4 * width), residual_std)]
     generator = torch.Generator().manual_seed(seed)
-    residual_std = INIT_STD / math.sqrt(2 * model.config.num_layers)
-    drawn = [(model.wte.weight, INIT_STD), (model.wpe.weight, INIT_STD)]
-    for block in model.h:
-        drawn += [(block.attn.c_attn.weight, INIT_STD), (block.attn.c_proj.weight, residual_std)]
-        drawn += [(block.mlp.c_fc.weight, INIT_STD), (block.mlp.c_proj.weight, residual_std)]
+
+    def draw(entry: tuple[str, tuple[int, int], float]) -> tuple[str, torch.Tensor]:
+        name, shape, std = entry
+        values = torch.empty(shape)
+        rows = config.vocab_size if name == "wte.weight" else len(values)
+        values[:rows].normal_(0.0, std, generator=generator)
+        values[rows:] = 0.0
+        return name, values
+
+    return in_order(draw, plan)
+
+
+@torch.no_grad()
+def init_weights(model: GPT, drawn: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Fresh weights, on any number of processes: those of `draw_weights`, biases 0, norms 1."""
     for name, parameter in model.named_parameters():
         parameter.fill_(1.0 if ".ln_" in f".{name}" and name.endswith("weight") else 0.0)
-    # one for all: new memory is cleared page by page, an eighth of the time in all
-    room = torch.empty(max(parameter.numel() for parameter, _ in drawn))
-    for parameter, std in drawn:
-        full = room[: parameter.numel()].view(parameter.shape)
-        rows = model.config.vocab_size if parameter is model.wte.weight else len(full)
-        full[:rows].normal_(0.0, std, generator=generator)
-        full[rows:] = 0.0
-        set_parameter(parameter, full)
+    for name, values in drawn:
+        set_parameter(model.get_parameter(name), values)
 
 
 @torch.no_grad()

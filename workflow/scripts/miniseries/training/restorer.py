@@ -1,5 +1,6 @@
 """Where a run goes on from: its newest checkpoint, its trunk's, given weights, or fresh ones."""
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,11 @@ class Restorer:
         self.model, self.optimizer, self.guards, self.world = model, optimizer, guards, world
         self.rollbacks = rollbacks
 
-    def begin(self, micro_batch: int) -> Beginning:
-        """Load the newest checkpoint, or what the run starts from, or draw fresh weights.
+    def begin(self, micro_batch: int, drawn: Iterable[tuple[str, torch.Tensor]]) -> Beginning:
+        """Load the newest checkpoint, or what the run starts from, or take fresh weights.
+
+        Args:
+            drawn: the fresh ones, as `draw_weights` gives them.
 
         Raises:
             ValueError: all checkpoints are damaged, or they belong to other settings.
@@ -79,7 +83,7 @@ class Restorer:
         if start:
             load_start(self.model, Path(start["path"]))
         else:
-            init_weights(self.model, self.recipe["seed"])
+            init_weights(self.model, drawn)
         return Beginning()
 
     def _take_over(self, state: dict[str, Any], fingerprint: str, micro_batch: int) -> Beginning:

@@ -1,7 +1,10 @@
 """The training loop: the same for one CPU process and for many nodes."""
 
+import gc
 import math
 import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from torch.profiler import record_function
 from miniseries.data.encode import gpt2_encoding
 from miniseries.data.shards import Manifest
 from miniseries.evaluation.choices import encode_questions
-from miniseries.model.gpt import GPTConfig
+from miniseries.model.gpt import GPTConfig, draw_weights
 from miniseries.settings import LATER_KEYS, LATER_MACHINE_KEYS, kept_steps
 from miniseries.training import checkpoint, determinism, memory, microbatch
 from miniseries.training.assembly import make_model
@@ -40,6 +43,18 @@ from miniseries.training.restorer import Restorer
 from miniseries.training.saver import Saver
 from miniseries.training.schedule import rate_of_recipe
 from miniseries.training.supervisor import STEP, STOPPED, Heartbeat
+
+
+def _collect_garbage_again() -> None:
+    """After the first step, if the command has put collecting off; until then most objects stay.
+
+    They are never looked at again: while modules load Python would go through all of them a dozen
+    times, and later once in a while between steps.
+    """
+    if not gc.isenabled():
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 class Trainer:
@@ -75,10 +90,11 @@ class Trainer:
         self.tokens_per_step = self.recipe["total_batch_tokens"]
         self.notes: list[str] = []  # what happened before there was anybody to tell
         self._split_batch()
+        drawn = self._draw_ahead()
         self._build_model()
         self.guards, self.rollbacks = Guards(self.recipe), Rollbacks(folder)
         self.wall_seconds_before = 0.0
-        self.first_step = self._resume()
+        self.first_step = self._resume(drawn)
         self.steps_done = self.kept_step = self.first_step
         self.saver = Saver(folder, self.model, self.optimizer, world, self._rotate)
         self.started = time.monotonic()
@@ -108,6 +124,12 @@ class Trainer:
     def _model_config(self) -> GPTConfig:
         return GPTConfig.of_recipe(self.recipe)
 
+    def _draw_ahead(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Fresh weights: a run that begins anew draws them while the compiler is being loaded."""
+        is_new = not (checkpoint.saved_steps(self.folder) or self.settings.get("start"))
+        in_order = ThreadPoolExecutor(max_workers=1).map if is_new else map
+        return draw_weights(self._model_config(), self.recipe["seed"], in_order)
+
     def _build_model(self) -> None:
         recipe, device = self.recipe, self.world.device
         # "high" lets fp32 products run in TF32 where the device has it
@@ -121,7 +143,7 @@ class Trainer:
         if self.compiled and isinstance(self.optimizer, RoundingAdamW):
             self.optimizer.compile()
 
-    def _resume(self) -> int:
+    def _resume(self, drawn: Iterable[tuple[str, torch.Tensor]]) -> int:
         """Take the weights to go on with, or fresh ones; returns the number of steps done."""
         self.restorer = Restorer(
             self.folder,
@@ -133,7 +155,7 @@ class Trainer:
             rollbacks=self.rollbacks,
             world=self.world,
         )
-        beginning = self.restorer.begin(self.micro_batch)
+        beginning = self.restorer.begin(self.micro_batch, drawn)
         self.notes += beginning.notes
         self.wall_seconds_before = beginning.wall_seconds
         return beginning.step
@@ -219,6 +241,7 @@ class Trainer:
         seconds = time.perf_counter() - start
         self.steps_done = step + 1
         self.heartbeat.beat(STEP)
+        _collect_garbage_again()
         return StepReport(
             step=step,
             batch=batch,
