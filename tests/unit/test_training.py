@@ -529,6 +529,8 @@ def test_garbage_is_collected_again_after_the_first_step(manifest, tmp_path, one
     gc.disable()
     try:
         run.train_step(0)
+        assert not gc.isenabled()
+        run.train_step(1)
         assert gc.isenabled() and gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()

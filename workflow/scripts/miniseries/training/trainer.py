@@ -46,10 +46,10 @@ from miniseries.training.supervisor import STEP, STOPPED, Heartbeat
 
 
 def _collect_garbage_again() -> None:
-    """After the first step, if the command has put collecting off; until then most objects stay.
+    """Once the first step is done, if the command has put it off until then.
 
-    They are never looked at again: while modules load Python would go through all of them a dozen
-    times, and later once in a while between steps.
+    What modules and compiler have made stays for good: Python would go through it a dozen times
+    while they load, and later now and then between steps.
     """
     if not gc.isenabled():
         gc.collect()
@@ -218,6 +218,8 @@ class Trainer:
         Raises:
             Diverged: loss or gradient left its course; this step has not touched the weights.
         """
+        if self.steps_done > self.first_step:
+            _collect_garbage_again()
         start, batch = time.perf_counter(), self.rollbacks.batch_of(step)
         loss_sum, batch_hash = self._accumulate(batch)
         with record_function("clip"):
@@ -241,7 +243,6 @@ class Trainer:
         seconds = time.perf_counter() - start
         self.steps_done = step + 1
         self.heartbeat.beat(STEP)
-        _collect_garbage_again()
         return StepReport(
             step=step,
             batch=batch,
