@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from stand_ins import make_dataset, make_questions, make_settings
+from torch._inductor import config as inductor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from miniseries.data.shards import load_manifest
@@ -51,7 +52,7 @@ def start(manifest, tmp_path):
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         torch.use_deterministic_algorithms(False)  # if the run before wanted it
-        torch._inductor.config.deterministic = False
+        inductor.deterministic = False
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()

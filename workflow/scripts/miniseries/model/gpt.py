@@ -230,7 +230,7 @@ def draw_weights(
     """
     width = config.channels
     residual_std = INIT_STD / math.sqrt(2 * config.num_layers)
-    plan = [("wte.weight", (config.padded_vocab_size, width), INIT_STD)]
+    plan = [("wte.weight", (config.vocab_size, width), INIT_STD)]
     plan += [("wpe.weight", (config.positions, width), INIT_STD)]
     for layer in range(config.num_layers):
         plan += [(f"h.{layer}.attn.c_attn.weight", (3 * width, width), INIT_STD)]
@@ -241,10 +241,10 @@ def draw_weights(
 
     def draw(entry: tuple[str, tuple[int, int], float]) -> tuple[str, torch.Tensor]:
         name, shape, std = entry
-        values = torch.empty(shape)
-        rows = config.vocab_size if name == "wte.weight" else len(values)
-        values[:rows].normal_(0.0, std, generator=generator)
-        values[rows:] = 0.0
+        # few operations: a thread waits for Python's lock before each
+        values = torch.empty(shape).normal_(0.0, std, generator=generator)
+        if name == "wte.weight":
+            values = F.pad(values, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
         return name, values
 
     return in_order(draw, plan)
