@@ -161,6 +161,7 @@ def test_two_gpus_survive_a_stop_and_a_killed_process(data, tmp_path):
     import psutil
 
     changes = D12 | {"gpus": 2, "max_steps": 50, "checkpoint_every_steps": 10, "micro_batch": 32}
+    changes |= {"warmup_steps": 700}  # 124m's own
     one = train(data, tmp_path / "one", **changes | {"gpus": 1})
     folder = tmp_path / "two"
     process = start(data, folder, **changes)
@@ -179,7 +180,7 @@ def test_two_gpus_survive_a_stop_and_a_killed_process(data, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_run_goes_on_with_one_gpu_and_with_two_again(data, tmp_path):
-    changes = D12 | {"max_steps": 40, "micro_batch": 32}
+    changes = D12 | {"max_steps": 40, "micro_batch": 32, "warmup_steps": 700}  # 124m's own
     whole = train(data, tmp_path / "whole", **changes | {"gpus": 2})["train"]
     folder, stops = tmp_path / "run", []
     for gpus, steps in ((2, 8), (1, 20)):
