@@ -1,8 +1,8 @@
 """What a run will take before it is paid for: memory, micro-batch, hours, dollars, disk.
 
 Letters: C channels, L layers, T tokens of a sequence, N parameters with padding, W processes.
-Memory follows from what the trainer keeps; speed from three rates and a wait, measured on an H200
-and scaled by a device's published peaks. Tests compare both with `benchmarks/`.
+Memory follows from what the trainer keeps; speed from three rates, measured on an H200 and scaled
+by a device's published peaks. Tests compare both with `benchmarks/`.
 """
 
 from pathlib import Path
@@ -28,14 +28,14 @@ PASSING_ELEMENTS = 5
 # Share of a GPU's memory that a run may take: the rest is for CUDA, cuBLAS, and fragments
 USABLE_SHARE = 0.92
 # Rates as shares of a device's bf16 peak and memory bandwidth, fitted to the H200's steps of
-# commit 59b1581 (LOG.md): matrix products, attention (half its square), and all else by bytes
-MATMUL_SHARE, ATTENTION_SHARE, BANDWIDTH_SHARE = 0.68, 0.44, 0.50
-# Time of a layer's products in fp8, with what it takes to get there, by their time in bf16: the
-# same fit; `124m` alone would give 0.78, `1558m` 0.66
-FP8_TIME = 0.70
-# Seconds of each step in which the device waits for Python: the same fit. It is also what two GPUs
-# lack to twice one; more GPUs and nodes are assumed to lack no more, which nobody has measured here
-STEP_SECONDS = 0.034
+# commit afc9fc0 (LOG.md): matrix products, attention (half its square), and all else by bytes
+MATMUL_SHARE, ATTENTION_SHARE, BANDWIDTH_SHARE = 0.70, 0.45, 0.50
+# Time of a layer's products in fp8, with what it takes to get there, by their time in bf16:
+# between `1558m`'s 0.68 and `124m`'s 0.90, whose row is of commit 59b1581
+FP8_TIME = 0.75
+# Seconds that a step takes at least, for each layer: Python's own time, which the device waits for
+# when there is little to compute (`124m` with 32,768 tokens a step, commit 59b1581)
+LAYER_SECONDS = 0.0075
 ELEMENT_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 SHARD_TOKENS = 100_000_000  # of a full shard on the hub
 CHECKPOINT_BYTES = 12  # a parameter: master weight and AdamW's two moments, fp32
@@ -173,7 +173,8 @@ def tokens_per_second(
     others = sum(part["others"] for part in counted_bytes(recipe, micro_batch, processes).values())
     seconds = in_products / (MATMUL_SHARE * peak) + in_attention / (ATTENTION_SHARE * peak)
     seconds += others / (BANDWIDTH_SHARE * place.terabytes_per_second * 1e12)
-    return recipe["total_batch_tokens"] / (seconds + STEP_SECONDS)
+    # two GPUs take half the time of one (LOG.md); that more do so is an assumption
+    return recipe["total_batch_tokens"] / max(seconds, LAYER_SECONDS * layers)
 
 
 def plan_row(
