@@ -27,8 +27,9 @@ from stand_ins import (
 
 from miniseries.data.shards import load_manifest
 from miniseries.metrics import read_json, read_metrics, write_json
+from miniseries.model.gpt import GPTConfig, draw_weights
 from miniseries.settings import LATER_KEYS
-from miniseries.training import checkpoint, memory, ranges, trainer
+from miniseries.training import checkpoint, memory, ranges, restorer, trainer
 from miniseries.training.checkpoint import checkpoint_folder, load_model_weights, saved_steps
 from miniseries.training.distributed import start_world
 from miniseries.training.launcher import freeze, launch
@@ -541,22 +542,49 @@ def test_a_new_run_draws_its_weights_ahead_and_one_that_goes_on_not_at_all(
     manifest, tmp_path, one_world, monkeypatch
 ):
     drawn = []
-    draw = trainer.draw_weights
 
-    def watched(config, seed, in_order):
-        drawn.append(in_order)
-        return draw(config, seed, in_order)
+    def watched(config, seed, processes):
+        drawn.append(processes)
+        return restorer.draw_ahead(config, seed, processes)
 
-    monkeypatch.setattr(trainer, "draw_weights", watched)
+    monkeypatch.setattr(trainer, "draw_ahead", watched)
     first = in_this_process(tmp_path, manifest)
-    for name, values in draw(first.model.config, first.recipe["seed"]):
+    for name, values in draw_weights(first.model.config, first.recipe["seed"]):
         assert torch.equal(first.model.get_parameter(name).full_tensor(), values), name
     first.train_step(0)
     first.save(1)
     first.wait_for_save()
     torch.distributed.destroy_process_group()
     in_this_process(tmp_path, manifest)
-    assert drawn[0] is not map and drawn[1] is map
+    assert drawn == [1]
+
+
+def test_weights_are_drawn_no_further_ahead_than_memory_allows(monkeypatch):
+    config, made = GPTConfig(8, 2, 32, 16, 211, 256), []
+
+    def watched(*arguments):
+        for entry in draw_weights(*arguments):
+            made.append(entry)
+            yield entry
+
+    monkeypatch.setattr(restorer, "draw_weights", watched)
+    monkeypatch.setattr(restorer, "AHEAD_BYTES", 2 * 3 * 4 * 4 * 32**2)  # three matrices for each
+    ahead = restorer.draw_ahead(config, 5, processes=2)
+    time.sleep(0.3)
+    assert len(made) == 4  # and one that waits for its place
+    found, expected = list(ahead), list(draw_weights(config, 5))
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found, expected, strict=True))
+
+
+def test_memory_that_is_missing_while_weights_are_drawn_is_an_error_and_no_hang(monkeypatch):
+    def broken(*_arguments):
+        yield "wte.weight", torch.zeros(2, 2)
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(restorer, "draw_weights", broken)
+    with pytest.raises(MemoryError, match="no room"):
+        list(restorer.draw_ahead(GPTConfig(1, 2, 32, 16), 5, processes=1))
 
 
 def test_step_times_add_up_to_what_the_clock_says(manifest, tmp_path, one_world):

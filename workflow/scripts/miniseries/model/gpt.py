@@ -5,7 +5,7 @@ V vocabulary entries (50,257), Vp the same padded to a multiple of 128 (50,304).
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,19 +214,14 @@ def parameter_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
         return {name: tuple(p.shape) for name, p in GPT(config).named_parameters()}
 
 
-def draw_weights(
-    config: GPTConfig, seed: int, in_order: Callable[..., Iterable] = map
-) -> Iterable[tuple[str, torch.Tensor]]:
+def draw_weights(config: GPTConfig, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights that are drawn by chance: the same as PyTorch's GPT-2 and llm.c draw.
 
     One CPU generator; order: token rows (padding stays 0), positions, then per layer c_attn,
     attn.c_proj, c_fc, mlp.c_proj (formats of llm.c, "Init").
 
-    Args:
-        in_order: `map`; or that of a pool of one thread, which begins at once and runs ahead.
-
-    Returns:
-        Names and values, float32, whole.
+    Yields:
+        Name and values, float32, whole.
     """
     width = config.channels
     residual_std = INIT_STD / math.sqrt(2 * config.num_layers)
@@ -238,16 +233,11 @@ def draw_weights(
         plan += [(f"h.{layer}.mlp.c_fc.weight", (4 * width, width), INIT_STD)]
         plan += [(f"h.{layer}.mlp.c_proj.weight", (width, 4 * width), residual_std)]
     generator = torch.Generator().manual_seed(seed)
-
-    def draw(entry: tuple[str, tuple[int, int], float]) -> tuple[str, torch.Tensor]:
-        name, shape, std = entry
-        # few operations: a thread waits for Python's lock before each
+    for name, shape, std in plan:
         values = torch.empty(shape).normal_(0.0, std, generator=generator)
         if name == "wte.weight":
             values = F.pad(values, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
-        return name, values
-
-    return in_order(draw, plan)
+        yield name, values
 
 
 @torch.no_grad()

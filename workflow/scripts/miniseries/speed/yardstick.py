@@ -41,7 +41,7 @@ class Yardstick(Trainer):
             parameters, lr=recipe["learning_rate"], betas=BETAS, eps=EPSILON, fused=True
         )
 
-    def _draw_ahead(self) -> tuple[()]:
+    def _draw_weights(self) -> tuple[()]:
         return ()  # its model draws for itself
 
     def _resume(self, drawn: tuple[()]) -> int:

@@ -1,14 +1,16 @@
 """Where a run goes on from: its newest checkpoint, its trunk's, given weights, or fresh ones."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from queue import Queue
+from threading import Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from miniseries.model.gpt import GPT, init_weights
+from miniseries.model.gpt import GPT, GPTConfig, draw_weights, init_weights
 from miniseries.training import checkpoint
 from miniseries.training.distributed import World
 from miniseries.training.guards import (
@@ -20,6 +22,35 @@ from miniseries.training.guards import (
 )
 from miniseries.training.journal import Journal
 from miniseries.training.pretrained import load_start
+
+AHEAD_BYTES = 8 << 30  # of the host's memory; one process of `1558m` takes 6.2 GB
+
+
+def draw_ahead(config: GPTConfig, seed: int, processes: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """`draw_weights` by a thread that begins at once, while this one loads the compiler.
+
+    Args:
+        processes: of this node; together they are at most `AHEAD_BYTES` ahead.
+    """
+    matrix_bytes = 4 * 4 * config.channels**2  # the largest of a layer
+    drawn: Queue = Queue(max(1, AHEAD_BYTES // (processes * matrix_bytes)))
+
+    def draw() -> None:
+        try:
+            for entry in draw_weights(config, seed):
+                drawn.put(entry)
+        except Exception as error:
+            drawn.put(error)
+        drawn.put(None)
+
+    def take() -> Iterator[tuple[str, torch.Tensor]]:
+        while (entry := drawn.get()) is not None:
+            if isinstance(entry, Exception):
+                raise entry
+            yield entry
+
+    Thread(target=draw, daemon=True).start()  # one that nobody waits for when the process ends
+    return take()
 
 
 @dataclass

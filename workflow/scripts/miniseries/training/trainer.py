@@ -4,7 +4,6 @@ import gc
 import math
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from miniseries.training.journal import Journal, StepReport
 from miniseries.training.loader import Loader
 from miniseries.training.optimizer import RoundingAdamW, clip_gradients, make_optimizer
 from miniseries.training.ranges import alarms, all_ranges
-from miniseries.training.restorer import Restorer
+from miniseries.training.restorer import Restorer, draw_ahead
 from miniseries.training.saver import Saver
 from miniseries.training.schedule import rate_of_recipe
 from miniseries.training.supervisor import STEP, STOPPED, Heartbeat
@@ -90,7 +89,7 @@ class Trainer:
         self.tokens_per_step = self.recipe["total_batch_tokens"]
         self.notes: list[str] = []  # what happened before there was anybody to tell
         self._split_batch()
-        drawn = self._draw_ahead()
+        drawn = self._draw_weights()
         self._build_model()
         self.guards, self.rollbacks = Guards(self.recipe), Rollbacks(folder)
         self.wall_seconds_before = 0.0
@@ -124,11 +123,12 @@ class Trainer:
     def _model_config(self) -> GPTConfig:
         return GPTConfig.of_recipe(self.recipe)
 
-    def _draw_ahead(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Fresh weights: a run that begins anew draws them while the compiler is being loaded."""
-        is_new = not (checkpoint.saved_steps(self.folder) or self.settings.get("start"))
-        in_order = ThreadPoolExecutor(max_workers=1).map if is_new else map
-        return draw_weights(self._model_config(), self.recipe["seed"], in_order)
+    def _draw_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Fresh weights; a run that begins anew needs them and draws them from now on."""
+        config, seed = self._model_config(), self.recipe["seed"]
+        if checkpoint.saved_steps(self.folder) or self.settings.get("start"):
+            return draw_weights(config, seed)
+        return draw_ahead(config, seed, self.world.size // self.world.num_nodes)
 
     def _build_model(self) -> None:
         recipe, device = self.recipe, self.world.device
