@@ -374,7 +374,7 @@ def test_a_lone_truncated_checkpoint_is_named_with_a_remedy(manifest, tmp_path, 
         in_this_process(tmp_path, manifest)
 
 
-@pytest.mark.parametrize("damage", ["short part", "no index", "not finite", "no state"])
+@pytest.mark.parametrize("damage", ["short part", "no index", "not finite", "one bit", "no state"])
 def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_is_taken(
     unbroken, manifest, tmp_path, damage
 ):
@@ -393,7 +393,8 @@ def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_is_taken(
         moment = load_parameter(newest, "exp_avg.ln_f.weight").numpy().tobytes()
         (part,) = (path for path in newest.glob("*.distcp") if moment in path.read_bytes())
         content = part.read_bytes()
-        spoilt = np.float32(np.inf).tobytes() + moment[4:]
+        flipped = bytes([moment[0] ^ 1]) + moment[1:]
+        spoilt = np.float32(np.inf).tobytes() + moment[4:] if damage == "not finite" else flipped
         part.write_bytes(content.replace(moment, spoilt))
     result = train_here(settings, manifest, tmp_path)
     assert result.returncode == 0, result.stderr
@@ -402,6 +403,21 @@ def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_is_taken(
     assert newest.with_name("step-00000008.damaged").exists()
     assert losses(tmp_path)[-1] == losses(unbroken[0])[-1]
     assert weights_hash(tmp_path, 12) == weights_hash(unbroken[0], 12)
+
+
+def test_one_bit_of_a_weight_that_flipped_is_seen_by_an_export_of_any_step(unbroken, tmp_path):
+    folder = shutil.copytree(checkpoint_folder(unbroken[0], 8), tmp_path / "step-00000008")
+    assert load_model_weights(folder)
+    weight = load_parameter(folder, "model.h.1.mlp.c_fc.weight").numpy().tobytes()
+    (part,) = (path for path in folder.glob("*.distcp") if weight in path.read_bytes())
+    flipped = weight[:100] + bytes([weight[100] ^ 4]) + weight[101:]
+    part.write_bytes(part.read_bytes().replace(weight, flipped))
+    with pytest.raises(
+        ValueError, match=r"step-00000008: .*h\.1\.mlp\.c_fc\.weight is not what was"
+    ):
+        load_model_weights(folder)
+    (folder / "checksums.json").unlink()  # as in a checkpoint made before there were any
+    assert load_model_weights(folder)
 
 
 def test_other_settings_under_the_same_name_are_refused_and_nothing_is_lost(unbroken, manifest):

@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from miniseries.data.shards import file_sha256
@@ -29,13 +30,14 @@ from miniseries.training.distributed import World
 # what saving and loading can raise; PyTorch's own is no Exception
 FAULTS = (Exception, CheckpointException)
 NOT_HERE = "bring it back from a copy"  # of a file that nothing can make again
-STATE = "trainer.json"
+STATE, SUMS = "trainer.json", "checksums.json"
 STATE_KEYS = ("step", "adam_step", "fingerprint", "loss_detector", "norm_detector", "wall_seconds")
 STATE_KEYS += ("world_size", "micro_batch")
 STEP_FOLDER = re.compile(r"step-(\d{8})")
 # Threads, and so files, of a rank: one copies 1 to 3 GB/s into the page cache, less than most disks
 # take, and some wait for the disk while others copy; still more would only make more files
 MIN_WRITERS, MAX_WRITERS = 4, 8
+SUMMED_AT_ONCE = 1 << 24  # words, whose int64 take 134 MB
 
 
 def checkpoint_folder(run_folder: Path, step: int) -> Path:
@@ -57,6 +59,38 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, t
         for moment in ("exp_avg", "exp_avg_sq"):
             tensors[f"{moment}.{name}"] = optimizer.state[parameter][moment]
     return tensors
+
+
+def checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+    """The sum of each whole tensor's words, modulo 2^64, by name; every rank calls it.
+
+    One flipped bit changes it, and how many ranks share the tensors does not. Unlike a hash of
+    files it takes milliseconds on a GPU, and holds all the way from there and back.
+    """
+    sums = torch.stack([_sum_of_words(_local(t.detach())) for t in tensors.values()])
+    whole = next(iter(tensors.values()))  # all are shared out alike
+    if isinstance(whole, DTensor):
+        for dimension, placement in enumerate(whole.placements):
+            if placement.is_shard():
+                dist.all_reduce(sums, group=whole.device_mesh.get_group(dimension))
+    return dict(zip(tensors, sums.tolist(), strict=True))
+
+
+def _sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
+    words = tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()]).flatten()
+    # piece by piece: PyTorch makes an int64 of each word before it adds
+    parts = [part.sum(dtype=torch.int64) for part in words.split(SUMMED_AT_ONCE)]
+    return torch.stack(parts).sum()
+
+
+def _check_sums(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Raise a ValueError if these are not what was saved; every rank calls it."""
+    if not (folder / SUMS).exists():  # it was made before there were any
+        return
+    saved = read_json(folder / SUMS, list(tensors), NOT_HERE)
+    wrong = [name for name, value in checksums(tensors).items() if saved[name] != value]
+    if wrong:
+        raise ValueError(f"{folder}: the checkpoint is damaged ({wrong[0]} is not what was saved)")
 
 
 def num_writers(cores: int, local_processes: int) -> int:
@@ -95,6 +129,7 @@ def save_checkpoint(
     step: int,
     tensors: dict[str, torch.Tensor],
     state: dict[str, Any],
+    sums: dict[str, int],
     world: World,
     group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -103,6 +138,7 @@ def save_checkpoint(
     Args:
         tensors: by `state_tensors`, or a copy of them.
         state: all else, for `trainer.json`.
+        sums: `checksums` of what the tensors are a copy of.
         group: all ranks; the one through which they agree here and nowhere else.
 
     Raises:
@@ -122,6 +158,7 @@ def save_checkpoint(
         if not world.is_main:
             return
         write_json(temporary / STATE, state)
+        write_json(temporary / SUMS, sums)
         _sync_folder(temporary)
         temporary.rename(final)
     except FAULTS as error:
@@ -145,7 +182,8 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW
         The trainer's own state, as it was given to `save_checkpoint`.
 
     Raises:
-        ValueError: damaged, or not all numbers in it are finite; names the folder.
+        ValueError: damaged by one bit or more, or not all numbers in it are finite; names the
+            folder.
     """
     state = read_json(folder / STATE, STATE_KEYS, NOT_HERE)
     tensors = state_tensors(model, optimizer)
@@ -153,6 +191,7 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW
         dcp.load(tensors, checkpoint_id=folder)
     except FAULTS as error:
         raise ValueError(f"{folder}: the checkpoint is damaged ({_reason(error)})") from error
+    _check_sums(folder, tensors)
     for parameter in model.parameters():
         optimizer.state[parameter]["step"].fill_(state["adam_step"])
     finite = torch.stack([torch.isfinite(_local(t)).all().float() for t in tensors.values()]).min()
@@ -215,7 +254,7 @@ def forget(run_folder: Path, step: int, aside: str = "") -> None:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def load_model_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -238,6 +277,7 @@ def load_model_weights(folder: Path) -> dict[str, torch.Tensor]:
         raise ValueError(
             f"{folder}: the checkpoint is damaged or not complete ({_reason(error)})"
         ) from error
+    _check_sums(folder, tensors)
     return {name.removeprefix("model."): tensor.float() for name, tensor in tensors.items()}
 
 

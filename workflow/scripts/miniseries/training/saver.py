@@ -121,11 +121,13 @@ class Saver:
         copy.take()
         adam_step = self.optimizer.state[next(iter(self.model.parameters()))]["step"].item()
         state = {"step": step, "adam_step": adam_step, **state}
-        self.pending = step, self.thread.submit(self._write, step, copy.copies, state)
+        sums = checkpoint.checksums(copy.tensors)  # of what was copied, not of the copy
+        self.pending = step, self.thread.submit(self._write, step, copy.copies, state, sums)
 
-    def _write(self, step: int, copies: dict[str, torch.Tensor], state: dict[str, Any]) -> float:
+    def _write(self, step: int, copies: dict, state: dict[str, Any], sums: dict) -> float:
         start = time.monotonic()
-        checkpoint.save_checkpoint(self.run_folder, step, copies, state, self.world, self.group)
+        arguments = (self.run_folder, step, copies, state, sums, self.world, self.group)
+        checkpoint.save_checkpoint(*arguments)
         if self.world.is_main:
             self.when_complete()
         # all are done at the same time: one that went on would wait in a collective of training,
