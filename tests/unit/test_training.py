@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from stand_ins import (
     FAULTY,
+    PROJECT,
     batch_hashes,
     losses,
     make_dataset,
@@ -374,7 +376,10 @@ def test_a_lone_truncated_checkpoint_is_named_with_a_remedy(manifest, tmp_path, 
         in_this_process(tmp_path, manifest)
 
 
-@pytest.mark.parametrize("damage", ["short part", "no index", "not finite", "one bit", "no state"])
+@pytest.mark.parametrize(
+    "damage",
+    ["short part", "no index", "not finite", "one bit", "no state", "other state", "no sums"],
+)
 def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_is_taken(
     unbroken, manifest, tmp_path, damage
 ):
@@ -389,12 +394,19 @@ def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_is_taken(
         (newest / ".metadata").unlink()
     elif damage == "no state":
         (newest / "trainer.json").write_text('{"step": 8}')
+    elif damage == "other state":
+        text = (newest / "trainer.json").read_text()
+        (newest / "trainer.json").write_text(text.replace('"adam_step": 8', '"adam_step": 9'))
+    elif damage == "no sums":
+        (newest / "checksums.json").write_text('{"tensors": ')
     else:
         moment = load_parameter(newest, "exp_avg.ln_f.weight").numpy().tobytes()
         (part,) = (path for path in newest.glob("*.distcp") if moment in path.read_bytes())
         content = part.read_bytes()
-        flipped = bytes([moment[0] ^ 1]) + moment[1:]
-        spoilt = np.float32(np.inf).tobytes() + moment[4:] if damage == "not finite" else flipped
+        spoilt = bytes([moment[0] ^ 1]) + moment[1:]
+        if damage == "not finite":  # in a checkpoint made before there were sums
+            (newest / "checksums.json").unlink()
+            spoilt = np.float32(np.inf).tobytes() + moment[4:]
         part.write_bytes(content.replace(moment, spoilt))
     result = train_here(settings, manifest, tmp_path)
     assert result.returncode == 0, result.stderr
@@ -586,11 +598,47 @@ def test_weights_are_drawn_no_further_ahead_than_memory_allows(monkeypatch):
     monkeypatch.setattr(restorer, "draw_weights", watched)
     monkeypatch.setattr(restorer, "AHEAD_BYTES", 2 * 3 * 4 * 4 * 32**2)  # three matrices for each
     ahead = restorer.draw_ahead(config, 5, processes=2)
+    deadline = time.monotonic() + 60
+    while len(made) < 4 and time.monotonic() < deadline:
+        time.sleep(0.02)
     time.sleep(0.3)
-    assert len(made) == 4  # and one that waits for its place
+    assert len(made) == 4  # three, and one that waits for its place
     found, expected = list(ahead), list(draw_weights(config, 5))
     assert [name for name, _ in found] == [name for name, _ in expected]
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found, expected, strict=True))
+
+
+def test_a_refusal_while_weights_are_drawn_is_one_and_comes_at_once():
+    code = (
+        "from miniseries.model.gpt import GPTConfig\n"
+        "from miniseries.training.restorer import draw_ahead\n"
+        "drawn = draw_ahead(GPTConfig(48, 25, 1600, 1024), 1, 8)\n"
+        "next(iter(drawn))\n"
+        "raise SystemExit(7)"
+    )
+    scripts = {**os.environ, "PYTHONPATH": str(PROJECT / "workflow/scripts")}
+    pipe = {"capture_output": True, "text": True}
+    result = subprocess.run([sys.executable, "-c", code], env=scripts, timeout=120, **pipe)
+    assert (result.returncode, result.stderr) == (7, "")
+
+
+def test_what_another_process_read_wrongly_stops_all_of_them(
+    manifest, tmp_path, one_world, monkeypatch
+):
+    run = in_this_process(tmp_path, manifest)
+    run.train_step(0)
+    run.save(1)
+    run.wait_for_save()
+    all_reduce = torch.distributed.all_reduce
+
+    def with_another(tensor, op=torch.distributed.ReduceOp.SUM, group=None):
+        all_reduce(tensor, op, group)
+        if op == torch.distributed.ReduceOp.MIN and tensor.shape == (2,):
+            tensor[1] = 0.0
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", with_another)
+    with pytest.raises(ValueError, match=r"step-00000001: .*another process read is not what was"):
+        checkpoint.load_checkpoint(checkpoint_folder(tmp_path, 1), run.model, run.optimizer)
 
 
 def test_memory_that_is_missing_while_weights_are_drawn_is_an_error_and_no_hang(monkeypatch):
@@ -655,6 +703,7 @@ def test_branches_of_one_trunk_are_the_runs_that_train_every_step_themselves(
     trunk = train("trunk", max_steps=20, export_steps=[4, 8])
     state = checkpoint_folder(trunk, 8) / "trainer.json"
     write_json(state, read_json(state) | {"wall_seconds": 1e6})
+    state.with_name("checksums.json").unlink()  # which would not hold any more
     for last, step in [(5, 4), (10, 8)]:
         whole = train(f"whole-{last}", max_steps=last)
         branch = {"max_steps": last, "branch_from": f"trunk@{step}"}

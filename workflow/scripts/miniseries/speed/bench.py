@@ -25,6 +25,7 @@ from miniseries.speed.rungs import RungTrainer, missing, missing_for_precision, 
 from miniseries.training.assembly import attention_kernels
 from miniseries.training.distributed import World, start_world
 from miniseries.training.introduction import source_commit
+from miniseries.training.memory import collect_garbage_again
 from miniseries.training.trainer import Trainer
 
 GIBIBYTE = 1 << 30
@@ -295,6 +296,7 @@ def measure_hellaswag(job: Job) -> dict[str, Any]:
         begun = time.time()
         warm_up(run.model, questions, **shared)
         ready = time.time()
+        collect_garbage_again()
         scores = choice_scores(run.model, questions, **shared)
         seconds = time.time() - ready
         run.journal.close()

@@ -33,9 +33,10 @@ MATMUL_SHARE, ATTENTION_SHARE, BANDWIDTH_SHARE = 0.70, 0.45, 0.50
 # Time of a layer's products in fp8, with what it takes to get there, by their time in bf16:
 # between `1558m`'s 0.68 and `124m`'s 0.90, whose row is of commit 59b1581
 FP8_TIME = 0.75
-# Seconds that a step takes at least, for each layer: Python's own time, which the device waits for
-# when there is little to compute (`124m` with 32,768 tokens a step, commit 59b1581)
-LAYER_SECONDS = 0.0075
+# Seconds that Python takes for a layer in the first micro-step of a step, and in a later one: the
+# device waits when there is less to compute. From `124m`'s steps of one micro-batch and from a
+# trace of a longer one (commit 59b1581); fp8 takes more
+FIRST_SECONDS, LATER_SECONDS = 0.0072, 0.0037
 ELEMENT_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 SHARD_TOKENS = 100_000_000  # of a full shard on the hub
 CHECKPOINT_BYTES = 12  # a parameter: master weight and AdamW's two moments, fp32
@@ -173,8 +174,10 @@ def tokens_per_second(
     others = sum(part["others"] for part in counted_bytes(recipe, micro_batch, processes).values())
     seconds = in_products / (MATMUL_SHARE * peak) + in_attention / (ATTENTION_SHARE * peak)
     seconds += others / (BANDWIDTH_SHARE * place.terabytes_per_second * 1e12)
+    later = max(0, grad_accum_steps(recipe, micro_batch, processes) - 1)
+    at_least = layers * (FIRST_SECONDS + later * LATER_SECONDS)
     # two GPUs take half the time of one (LOG.md); that more do so is an assumption
-    return recipe["total_batch_tokens"] / max(seconds, LAYER_SECONDS * layers)
+    return recipe["total_batch_tokens"] / max(seconds, at_least)
 
 
 def plan_row(

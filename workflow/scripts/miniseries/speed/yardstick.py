@@ -11,6 +11,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from miniseries.evaluation.huggingface import huggingface_config
+from miniseries.training import memory
 from miniseries.training.optimizer import BETAS, EPSILON, MAX_GRAD_NORM
 from miniseries.training.trainer import Trainer
 
@@ -52,6 +53,8 @@ class Yardstick(Trainer):
 
     def train_step(self, step: int, goes_on: bool = False) -> TimedStep:
         """One step on global batch `step`; as there are no shards, `goes_on` is all one."""
+        if step:
+            memory.collect_garbage_again()
         start = time.perf_counter()
         device = self.world.device
         loss_sum = torch.zeros((), device=device)

@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from miniseries.data.shards import file_sha256
 from miniseries.metrics import num_cores, read_json, write_json
-from miniseries.training.distributed import World
+from miniseries.training.distributed import World, local_part
 
 # what saving and loading can raise; PyTorch's own is no Exception
 FAULTS = (Exception, CheckpointException)
@@ -65,9 +65,9 @@ def checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
     """The sum of each whole tensor's words, modulo 2^64, by name; every rank calls it.
 
     One flipped bit changes it, and how many ranks share the tensors does not. Unlike a hash of
-    files it takes milliseconds on a GPU, and holds all the way from there and back.
+    files it takes no second on a GPU, and holds all the way from there and back.
     """
-    sums = torch.stack([_sum_of_words(_local(t.detach())) for t in tensors.values()])
+    sums = torch.stack([_sum_of_words(local_part(t)) for t in tensors.values()])
     whole = next(iter(tensors.values()))  # all are shared out alike
     if isinstance(whole, DTensor):
         for dimension, placement in enumerate(whole.placements):
@@ -78,19 +78,41 @@ def checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
 
 def _sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
     words = tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()]).flatten()
+    if len(words) <= SUMMED_AT_ONCE:
+        return words.sum(dtype=torch.int64)
     # piece by piece: PyTorch makes an int64 of each word before it adds
-    parts = [part.sum(dtype=torch.int64) for part in words.split(SUMMED_AT_ONCE)]
-    return torch.stack(parts).sum()
+    return torch.stack([p.sum(dtype=torch.int64) for p in words.split(SUMMED_AT_ONCE)]).sum()
 
 
-def _check_sums(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Raise a ValueError if these are not what was saved; every rank calls it."""
-    if not (folder / SUMS).exists():  # it was made before there were any
-        return
-    saved = read_json(folder / SUMS, list(tensors), NOT_HERE)
-    wrong = [name for name, value in checksums(tensors).items() if saved[name] != value]
-    if wrong:
-        raise ValueError(f"{folder}: the checkpoint is damaged ({wrong[0]} is not what was saved)")
+def write_state(folder: Path, state: dict[str, Any], sums: dict[str, int]) -> None:
+    """Write all that is no tensor, and with what to find out later whether it is still the same.
+
+    Args:
+        sums: `checksums` of the tensors; empty if nobody knows them.
+    """
+    write_json(folder / STATE, state)
+    write_json(folder / SUMS, {STATE: file_sha256(folder / STATE), "tensors": sums})
+
+
+def changed_since(folder: Path, tensors: dict[str, torch.Tensor]) -> str | None:
+    """Name of something in a checkpoint that is not what was saved; every rank calls it.
+
+    Args:
+        tensors: as they were read from it.
+
+    Returns:
+        None if all is as it was, or if there are no sums: they came later than checkpoints.
+    """
+    found = checksums(tensors)
+    if not (folder / SUMS).exists():
+        return None
+    try:
+        saved = read_json(folder / SUMS, [STATE, "tensors"])
+    except ValueError:
+        return SUMS
+    if file_sha256(folder / STATE) != saved[STATE]:
+        return STATE
+    return next((n for n, value in found.items() if saved["tensors"].get(n, value) != value), None)
 
 
 def num_writers(cores: int, local_processes: int) -> int:
@@ -157,8 +179,7 @@ def save_checkpoint(
         dcp.save(tensors, storage_writer=writer, process_group=group)  # returns when all are done
         if not world.is_main:
             return
-        write_json(temporary / STATE, state)
-        write_json(temporary / SUMS, sums)
+        write_state(temporary, state, sums)
         _sync_folder(temporary)
         temporary.rename(final)
     except FAULTS as error:
@@ -191,12 +212,16 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW
         dcp.load(tensors, checkpoint_id=folder)
     except FAULTS as error:
         raise ValueError(f"{folder}: the checkpoint is damaged ({_reason(error)})") from error
-    _check_sums(folder, tensors)
     for parameter in model.parameters():
         optimizer.state[parameter]["step"].fill_(state["adam_step"])
-    finite = torch.stack([torch.isfinite(_local(t)).all().float() for t in tensors.values()]).min()
-    dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-    if not finite.item():
+    changed = changed_since(folder, tensors)
+    finite = torch.stack([local_part(t).isfinite().all() for t in tensors.values()]).all()
+    sound = torch.stack([finite, torch.full_like(finite, changed is None)]).float()
+    dist.all_reduce(sound, op=dist.ReduceOp.MIN)  # all ranks go on, or none
+    if not sound[1]:
+        what = changed or "what another process read"
+        raise ValueError(f"{folder}: the checkpoint is damaged ({what} is not what was saved)")
+    if not sound[0]:
         raise ValueError(f"{folder}: the checkpoint holds numbers that are not finite")
     return state
 
@@ -253,10 +278,6 @@ def forget(run_folder: Path, step: int, aside: str = "") -> None:
         shutil.rmtree(target)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def load_model_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Full fp32 weights of a checkpoint on the CPU, in one process.
 
@@ -277,7 +298,8 @@ def load_model_weights(folder: Path) -> dict[str, torch.Tensor]:
         raise ValueError(
             f"{folder}: the checkpoint is damaged or not complete ({_reason(error)})"
         ) from error
-    _check_sums(folder, tensors)
+    if changed := changed_since(folder, tensors):
+        raise ValueError(f"{folder}: the checkpoint is damaged ({changed} is not what was saved)")
     return {name.removeprefix("model."): tensor.float() for name, tensor in tensors.items()}
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from miniseries.model.gpt import GPT
 from miniseries.training.devices import DEVICES
@@ -176,6 +177,11 @@ def reshard(model: GPT) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor; any other one as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def device_name(device: torch.device) -> str:

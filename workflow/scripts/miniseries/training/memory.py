@@ -1,20 +1,19 @@
 """What a process of a run keeps in memory, buffer by buffer."""
 
+import gc
 import resource
 from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from miniseries.training.distributed import COMPUTE_DTYPES
+from miniseries.training.distributed import COMPUTE_DTYPES, local_part
 
 MEBIBYTE = 1 << 20
 
 
 def _mib(tensors: Iterable[torch.Tensor]) -> float:
-    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
-    return sum(t.nbytes for t in local) / MEBIBYTE
+    return sum(local_part(t).nbytes for t in tensors) / MEBIBYTE
 
 
 def buffers(
@@ -59,3 +58,15 @@ def report(kept: dict[str, float | None], device: torch.device) -> dict[str, flo
     explained = sum(mib or 0 for mib in kept.values())
     activations = found["peak"] - explained if device.type == "cuda" else None
     return {**kept, "activations": activations, **found}
+
+
+def collect_garbage_again() -> None:
+    """Once the first step is done, if the command has put it off until then.
+
+    What modules and compiler have made stays for good: Python would go through it a dozen times
+    while they load, and later now and then between steps.
+    """
+    if not gc.isenabled():
+        gc.collect()
+        gc.freeze()
+        gc.enable()

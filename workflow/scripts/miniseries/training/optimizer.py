@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from miniseries.training.bits import scramble
+from miniseries.training.distributed import local_part
 
 BETAS = (0.9, 0.95)  # GPT-3 paper, appendix B, as llm.c
 EPSILON = 1e-8  # the same
@@ -115,7 +116,7 @@ class RoundingAdamW(torch.optim.Optimizer):
             key = scramble(scramble(step.long() + (self.seed << 24)) + number)
             rate = torch.full_like(step, group["lr"])  # no number: compiled code serves all rates
             tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-            pieces = [_local(t).view(-1).split(CHUNK_ELEMENTS) for t in tensors]
+            pieces = [local_part(t).view(-1).split(CHUNK_ELEMENTS) for t in tensors]
             first = _first_element(parameter)
             for piece in zip(*pieces, strict=True):
                 self._update(*piece, step, key, rate, group["weight_decay"], first)
@@ -183,7 +184,7 @@ def clip_gradients(
         The norm before clipping, float64, equal on every rank. If it is not finite the gradients
         are spoilt and must not be used.
     """
-    gradients = [_local(p.grad) for p in model.parameters()]
+    gradients = [local_part(p.grad) for p in model.parameters()]
     norms = torch._foreach_norm(gradients, 2, torch.float64)  # what PyTorch's own clipping calls
     total = torch.stack(norms).square().sum()
     if shards is not None:
@@ -192,10 +193,6 @@ def clip_gradients(
     scale = ((MAX_GRAD_NORM / norm).clamp(max=1.0) / loss_scale).float()
     torch._foreach_mul_(gradients, scale)
     return norm
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class ZScore:

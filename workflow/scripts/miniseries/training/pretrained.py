@@ -21,9 +21,11 @@ from miniseries.metrics import read_json, write_json
 from miniseries.model.gpt import GPT, GPTConfig, set_parameter
 from miniseries.training.checkpoint import (
     checkpoint_folder,
+    checksums,
     load_model_weights,
     read_marker,
     saved_steps,
+    write_state,
 )
 
 SHAPE = ("num_layers", "num_heads", "channels", "positions")
@@ -209,7 +211,7 @@ def import_llmc(model: Path, settings: Path, folder: Path) -> None:
         "micro_batch": "unknown",
         "imported_from": str(model),
     }
-    write_json(temporary / "trainer.json", trainer_state)
+    write_state(temporary, trainer_state, checksums(tensors))
     temporary.rename(final)
     marker = {"run": content["run"], "step": state.step, "checkpoint": f"checkpoints/{final.name}"}
     write_json(folder / "saved" / f"{state.step}.json", marker)

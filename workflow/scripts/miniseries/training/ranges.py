@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from miniseries.model.gpt import GPT
-from miniseries.training.distributed import reshard
+from miniseries.training.distributed import local_part, reshard
 
 BIAS_LIMIT = 50.0  # GPT-2's attention biases were seen to creep there before a run broke down
 
@@ -40,7 +39,7 @@ def _ranges(
 def weight_ranges(model: GPT, shards: dist.ProcessGroup) -> Ranges:
     """Of every weight; all ranks of `shards`, which hold each weight once, call it."""
     names, parameters = zip(*model.named_parameters(), strict=True)
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    local = [local_part(p) for p in parameters]
     local = [t if t.numel() else t.new_zeros(1) for t in local]  # a rank may have no row of one
     largest = torch.stack(torch._foreach_norm(local, torch.inf)).float()
     squares = torch.stack(torch._foreach_norm(local, 2)).double().square()

@@ -12,7 +12,7 @@ from miniseries.data.shards import load_manifest
 from miniseries.metrics import die_with_parent, read_json, read_metrics, write_json
 from miniseries.training import checkpoint, determinism, guards
 from miniseries.training.assembly import attention_kernels
-from miniseries.training.distributed import World, reshard, start_world
+from miniseries.training.distributed import World, local_part, reshard, start_world
 from miniseries.training.trainer import Trainer
 
 
@@ -87,7 +87,7 @@ def _do_twice(trainer: Trainer, step: int) -> dict[str, Any]:
     for earlier in range(trainer.first_step, step):
         trainer.journal.step(trainer.train_step(earlier))
     tensors = checkpoint.state_tensors(trainer.model, trainer.optimizer)
-    local = {n: t.to_local() if hasattr(t, "to_local") else t for n, t in tensors.items()}
+    local = {name: local_part(tensor) for name, tensor in tensors.items()}
     for number, state in enumerate(trainer.optimizer.state.values()):
         local[f"number of updates of weight {number}"] = state["step"]
     windows = trainer.guards.state_dict()

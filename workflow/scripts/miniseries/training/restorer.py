@@ -1,10 +1,11 @@
 """Where a run goes on from: its newest checkpoint, its trunk's, given weights, or fresh ones."""
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from queue import Queue
-from threading import Thread
+from queue import Full, Queue
+from threading import Thread, main_thread
 from typing import Any
 
 import torch
@@ -30,18 +31,27 @@ def draw_ahead(config: GPTConfig, seed: int, processes: int) -> Iterator[tuple[s
     """`draw_weights` by a thread that begins at once, while this one loads the compiler.
 
     Args:
-        processes: of this node; together they are at most `AHEAD_BYTES` ahead.
+        processes: of this node; together they are about `AHEAD_BYTES` ahead at most.
     """
     matrix_bytes = 4 * 4 * config.channels**2  # the largest of a layer
     drawn: Queue = Queue(max(1, AHEAD_BYTES // (processes * matrix_bytes)))
 
+    def put(entry: Any) -> bool:
+        # no daemon: one that is within PyTorch when the interpreter ends aborts the process
+        while main_thread().is_alive():
+            with contextlib.suppress(Full):
+                drawn.put(entry, timeout=0.1)
+                return True
+        return False
+
     def draw() -> None:
         try:
             for entry in draw_weights(config, seed):
-                drawn.put(entry)
+                if not put(entry):
+                    return
         except Exception as error:
-            drawn.put(error)
-        drawn.put(None)
+            put(error)
+        put(None)
 
     def take() -> Iterator[tuple[str, torch.Tensor]]:
         while (entry := drawn.get()) is not None:
@@ -49,7 +59,7 @@ def draw_ahead(config: GPTConfig, seed: int, processes: int) -> Iterator[tuple[s
                 raise entry
             yield entry
 
-    Thread(target=draw, daemon=True).start()  # one that nobody waits for when the process ends
+    Thread(target=draw).start()
     return take()
 
 

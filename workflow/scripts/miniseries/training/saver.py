@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from miniseries.training import checkpoint
-from miniseries.training.distributed import World
+from miniseries.training.distributed import World, local_part
 
 # Between the ranks' writers: a slow disk is no hang, and a rank that dies closes its connections
 WRITERS_TIMEOUT = timedelta(days=1)
@@ -40,7 +40,7 @@ class HostCopy:
         if self.on_gpu:
             torch.cuda.set_device(world.device)  # of this thread
             mesh = init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.mesh_dim_names)
-        sizes = {name: _local(t).numel() * t.element_size() for name, t in tensors.items()}
+        sizes = {name: local_part(t).numel() * t.element_size() for name, t in tensors.items()}
         rounded = {name: -(-size // ALIGNMENT) * ALIGNMENT for name, size in sizes.items()}
         block = torch.empty(sum(rounded.values()), dtype=torch.uint8)
         if self.on_gpu:
@@ -51,20 +51,16 @@ class HostCopy:
         start = 0
         for name, tensor in tensors.items():
             place = torch.from_numpy(room[start : start + sizes[name]]).view(tensor.dtype)
-            self.places[name] = place.view(_local(tensor).shape)
+            self.places[name] = place.view(local_part(tensor).shape)
             self.copies[name] = _like(tensor, self.places[name], mesh)
             start += rounded[name]
 
     def take(self) -> None:
         """Copy all tensors as they are now."""
         for name, tensor in self.tensors.items():
-            self.places[name].copy_(_local(tensor), non_blocking=True)
+            self.places[name].copy_(local_part(tensor), non_blocking=True)
         if self.on_gpu:
             torch.cuda.synchronize()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _like(tensor: torch.Tensor, place: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -121,7 +117,9 @@ class Saver:
         copy.take()
         adam_step = self.optimizer.state[next(iter(self.model.parameters()))]["step"].item()
         state = {"step": step, "adam_step": adam_step, **state}
-        sums = checkpoint.checksums(copy.tensors)  # of what was copied, not of the copy
+        # of what was copied, not of the copy. On several nodes parts may come from any of them,
+        # and whether all hold the same bits is not known
+        sums = checkpoint.checksums(copy.tensors) if self.world.num_nodes == 1 else {}
         self.pending = step, self.thread.submit(self._write, step, copy.copies, state, sums)
 
     def _write(self, step: int, copies: dict, state: dict[str, Any], sums: dict) -> float:

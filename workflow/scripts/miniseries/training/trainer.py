@@ -1,6 +1,5 @@
 """The training loop: the same for one CPU process and for many nodes."""
 
-import gc
 import math
 import time
 from collections.abc import Iterable
@@ -42,18 +41,6 @@ from miniseries.training.restorer import Restorer, draw_ahead
 from miniseries.training.saver import Saver
 from miniseries.training.schedule import rate_of_recipe
 from miniseries.training.supervisor import STEP, STOPPED, Heartbeat
-
-
-def _collect_garbage_again() -> None:
-    """Once the first step is done, if the command has put it off until then.
-
-    What modules and compiler have made stays for good: Python would go through it a dozen times
-    while they load, and later now and then between steps.
-    """
-    if not gc.isenabled():
-        gc.collect()
-        gc.freeze()
-        gc.enable()
 
 
 class Trainer:
@@ -218,8 +205,8 @@ class Trainer:
         Raises:
             Diverged: loss or gradient left its course; this step has not touched the weights.
         """
-        if self.steps_done > self.first_step:
-            _collect_garbage_again()
+        if self.steps_done != self.first_step:
+            memory.collect_garbage_again()
         start, batch = time.perf_counter(), self.rollbacks.batch_of(step)
         loss_sum, batch_hash = self._accumulate(batch)
         with record_function("clip"):
