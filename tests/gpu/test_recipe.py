@@ -127,9 +127,8 @@ def test_recomputing_takes_less_memory_and_changes_no_loss(start):
         found.append((losses_of(run, 8), torch.cuda.max_memory_allocated() / GIB))
     print()
     for level, (losses, gib) in enumerate(found):
-        apart = max(abs(a - b) for a, b in zip(losses, found[0][0], strict=True))
-        print(f"recompute {level}: peak {gib:.2f} GiB, losses at most {apart:.1e} apart")
-        assert apart < 1e-4  # two kernels round GELU apart
+        print(f"recompute {level}: peak {gib:.2f} GiB, last loss {losses[-1]:.6f}")
+        assert losses == found[0][0]
     assert found[0][1] > found[1][1] > found[2][1]
 
 

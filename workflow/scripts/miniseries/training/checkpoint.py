@@ -62,7 +62,7 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, t
 
 
 def checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-    """The sum of each whole tensor's words, modulo 2^64, by name; every rank calls it.
+    """The sum of each whole tensor's words, modulo 2^64, by name; all that share them call it.
 
     One flipped bit changes it, and how many ranks share the tensors does not. Unlike a hash of
     files it takes no second on a GPU, and holds all the way from there and back.
@@ -95,7 +95,7 @@ def write_state(folder: Path, state: dict[str, Any], sums: dict[str, int]) -> No
 
 
 def changed_since(folder: Path, tensors: dict[str, torch.Tensor]) -> str | None:
-    """Name of something in a checkpoint that is not what was saved; every rank calls it.
+    """Name of something in a checkpoint that is not what was saved; all that read it call it.
 
     Args:
         tensors: as they were read from it.
