@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-from os import cpu_count, getloadavg
 from pydoc_data.topics import topics
 
 import numpy as np
@@ -94,9 +93,12 @@ def check_losses_and_time(project):
     questions = read_json(project.path("evaluate/tiny/hellaswag.json"))
     in_loop = records["hellaswag"][-1]["acc_norm_token_mean"]
     assert questions["llmc"]["acc_token_mean"] == pytest.approx(in_loop, abs=0.011)  # 2 of 200
-    # promised on cores that nobody else uses; the load is the mean of the last five minutes
-    share = max(1.0, getloadavg()[1] / cpu_count())
-    assert read_json(project.path("train/tiny/done.json"))["wall_seconds"] < 240 * share
+    # README's minutes on a laptop, however busy this machine is: what there is to compute, and how
+    # much of the time is spent on something else
+    tokens = records["train"][-1]["tokens_seen"]
+    assert 6 * records["start"][0]["num_parameters"] * tokens < 1e13
+    in_steps = sum(record["step_time_ms"] for record in records["train"]) / 1e3
+    assert read_json(project.path("train/tiny/done.json"))["wall_seconds"] < 2 * in_steps
 
 
 def check_export(project):
