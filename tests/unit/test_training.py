@@ -443,19 +443,28 @@ def test_other_settings_under_the_same_name_are_refused_and_nothing_is_lost(unbr
     assert {p: p.stat().st_mtime_ns for p in before} == before
 
 
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (OSError(28, "No space left on device"), "make room and give the same command again"),
+        (RuntimeError("Connection closed by peer"), "intact; give the same command again"),
+    ],
+)
 def test_a_failed_save_leaves_no_part_and_keeps_the_older_checkpoint(
-    manifest, tmp_path, one_world, monkeypatch
+    manifest, tmp_path, one_world, monkeypatch, error, remedy
 ):
     run = in_this_process(tmp_path, manifest)
     run.train_step(0)
     run.save(1)
     run.wait_for_save()
 
-    def full_disk(*_arguments, **_more):
-        raise OSError(28, "No space left on device")
+    def failing(*_arguments, **_more):
+        raise error
 
-    monkeypatch.setattr(checkpoint.dcp, "save", full_disk)
-    with pytest.raises(OSError, match="step-00000002: the checkpoint could not be written"):
+    monkeypatch.setattr(checkpoint.dcp, "save", failing)
+    with pytest.raises(
+        OSError, match=f"step-00000002: the checkpoint could not be written.*{remedy}"
+    ):
         run.save(2)
         run.wait_for_save()
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]

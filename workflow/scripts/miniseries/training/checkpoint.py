@@ -5,6 +5,7 @@ writes its part of weights and moments, and `trainer.json` holds the rest. It is
 temporary name, synced, and renamed once all ranks are done: a folder with the final name is whole.
 """
 
+import errno
 import os
 import re
 import shutil
@@ -185,10 +186,11 @@ def save_checkpoint(
     except FAULTS as error:
         if world.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
-        free = shutil.disk_usage(run_folder).free
+        free, reason = shutil.disk_usage(run_folder).free, _reason(error)
+        is_full = any(os.strerror(number) in reason for number in (errno.ENOSPC, errno.EDQUOT))
         raise OSError(
-            f"{final}: the checkpoint could not be written ({free:,} bytes free): "
-            f"{_reason(error)}; older ones are intact; make room and give the same command again"
+            f"{final}: the checkpoint could not be written ({free:,} bytes free): {reason}; older "
+            f"ones are intact; {'make room and ' if is_full else ''}give the same command again"
         ) from error
     _sync_folder(final.parent)
     relative = str(final.relative_to(run_folder))
