@@ -20,9 +20,9 @@ from miniseries.model.gpt import GPT
 from miniseries.training.devices import DEVICES
 from miniseries.training.supervisor import signals_heard
 
-# Groups of blocks whose weights travel together: FSDP2's own work in Python, once a group, takes
-# longer than a group of GPU kernels when there are many
-MAX_GROUPS = 12
+# Blocks whose weights travel together. FSDP2's hooks run in Python, once a group and micro-step:
+# with a group for each block they took a third of Python's time (LOG.md)
+BLOCKS_PER_GROUP = 4
 COMPUTE_DTYPES = {
     "fp32": None,
     "tf32": None,
@@ -149,9 +149,9 @@ def shard_model(model: GPT, world: World, precision: str) -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=COMPUTE_DTYPES[precision], reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    size = max(1, len(model.h) // MAX_GROUPS)
-    groups = [model.h[start : start + size] for start in range(0, len(model.h), size)]
-    for group in [*map(list, groups), [model]]:
+    starts = range(0, len(model.h), BLOCKS_PER_GROUP)
+    groups = [list(model.h[start : start + BLOCKS_PER_GROUP]) for start in starts]
+    for group in [*groups, [model]]:
         fully_shard(group, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False)
 
 

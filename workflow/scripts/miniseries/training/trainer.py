@@ -250,7 +250,8 @@ class Trainer:
         batch_hash = torch.zeros((), dtype=torch.int64, device=self.world.device)
         for micro_step in range(self.grad_accum_steps):
             self._go_on()  # or drop what there is of this step
-            set_last_micro_step(self.model, micro_step == self.grad_accum_steps - 1)
+            if micro_step in (0, last := self.grad_accum_steps - 1):  # it goes through all modules
+                set_last_micro_step(self.model, micro_step == last)
             with record_function("data"):  # the ranges that profiles are cut by
                 tokens, targets = self.loader.micro_batch_at(batch, micro_step)
                 batch_hash += self.loader.hash_of(micro_step, tokens, targets)
