@@ -418,20 +418,7 @@ def measured_speeds(wildcards):
 
 def refuse_target(wildcards):
     """Refuse a target, with the names of those near it."""
-    stages = "train export llmc push evaluate harness leaderboard samples".split()
-    known = [f"{stage}_{name}" for stage in stages for name in TARGETS]
-    known += [f"{stage}_{name}" for stage in ("data", "verify") for name in DATASETS]
-    known += [
-        "all",
-        "miniseries",
-        "plots",
-        "bench",
-        "profile",
-        "ladder",
-        "plan",
-        "compare",
-        "side_by_side",
-    ]
+    known = [rule.name for rule in workflow.rules if not rule.has_wildcards()]
     wanted = wildcards.target
     hint = (
         f"did you mean train_{wanted}?" if wanted in TARGETS else suggest(wanted, known)

@@ -43,28 +43,17 @@ rule prepare_dataset:
         """
 
 
-rule check_shards:
-    """Read token files that another tool made, and convert those that need it."""
+# token files that another tool made, converted where they need it
+use rule prepare_dataset as check_shards with:
     output:
         manifest="results/data/{dataset}/manifest.json",
     log:
         "results/logs/check_shards/{dataset}.log",
+    benchmark:
+        "results/benchmarks/check_shards/{dataset}.tsv"
     wildcard_constraints:
         dataset=any_of(OWN_SHARDS),
-    conda:
-        "../envs/miniseries.yaml"
-    params:
-        python=interpreter,
-        dataset=own_dataset,
-        folder=subpath(output.manifest, parent=True),
-    shell:
-        r"""
-        {params.python:q} workflow/scripts/prepare_dataset.py \
-            --name {wildcards.dataset:q} \
-            --dataset {params.dataset:q} \
-            --folder {params.folder:q} \
-            --manifest {output.manifest:q} >{log:q} 2>&1
-        """
+    threads: 1
 
 
 rule fetch_shard:
@@ -104,9 +93,8 @@ rule fetch_shard:
         """
 
 
-rule list_shards:
-    """Write the manifest of a dataset once all its shards are there; one that is gone is fetched."""
-
+# the manifest of a dataset once all its shards are there; one that is gone is fetched
+use rule prepare_dataset as list_shards with:
     # `ancient`: a note that is written again is no new shard
     input:
         notes=ancient(lambda wildcards: shard_notes(wildcards.dataset)),
@@ -119,20 +107,7 @@ rule list_shards:
     wildcard_constraints:
         dataset=any_of(HUB_SHARDS),
     localrule: True
-    conda:
-        "../envs/miniseries.yaml"
-    params:
-        python=interpreter,
-        dataset=lambda wildcards: json.dumps(DATASETS[wildcards.dataset]),
-        folder=subpath(output.manifest, parent=True),
-    shell:
-        r"""
-        {params.python:q} workflow/scripts/prepare_dataset.py \
-            --name {wildcards.dataset:q} \
-            --dataset {params.dataset:q} \
-            --folder {params.folder:q} \
-            --manifest {output.manifest:q} >{log:q} 2>&1
-        """
+    threads: 1
 
 
 checkpoint list_files:
@@ -200,8 +175,8 @@ rule tokenize_file:
         """
 
 
-rule pack_dataset:
-    """Cut the tokens of all files into shards, and write the manifest."""
+# the tokens of all files cut into shards, and the manifest
+use rule list_shards as pack_dataset with:
     input:
         notes=tokenized_files,
     output:
@@ -212,22 +187,6 @@ rule pack_dataset:
         "results/benchmarks/pack_dataset/{dataset}.tsv"
     wildcard_constraints:
         dataset=any_of(HUB_TEXT),
-    localrule: True
-    conda:
-        "../envs/miniseries.yaml"
-    params:
-        python=interpreter,
-        dataset=lambda wildcards: json.dumps(DATASETS[wildcards.dataset]),
-        folder=subpath(output.manifest, parent=True),
-    shell:
-        r"""
-        {params.python:q} workflow/scripts/prepare_dataset.py \
-            --name {wildcards.dataset:q} \
-            --dataset {params.dataset:q} \
-            --folder {params.folder:q} \
-            --workers 1 \
-            --manifest {output.manifest:q} >{log:q} 2>&1
-        """
 
 
 rule fetch_questions:

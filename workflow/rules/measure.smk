@@ -99,33 +99,20 @@ rule write_profile:
         """
 
 
-rule measure_rung:
-    """Measure one rung of the ladder on this device."""
+use rule measure_row as measure_rung with:
     input:
         manifest=f"results/data/{config['ladder']['dataset']}/manifest.json",
     output:
-        rung="results/ladder/rungs/{rung}.json",
+        row="results/ladder/rungs/{rung}.json",
     log:
         "results/logs/measure_rung/{rung}.log",
     wildcard_constraints:
         rung=any_of(LADDER),
-    conda:
-        "../envs/miniseries.yaml"
-    threads: 64
-    resources:
-        gpu_slot=1,
     params:
         python=interpreter,
         row=lambda wildcards: json.dumps(LADDER_ROWS[wildcards.rung]),
         steps=config["ladder"]["steps"],
-    shell:
-        r"""
-        {params.python:q} workflow/scripts/bench_run.py \
-            --row {params.row:q} \
-            --manifest {input.manifest:q} \
-            --steps {params.steps:q} \
-            --output {output.rung:q} >{log:q} 2>&1
-        """
+        profile=[],
 
 
 rule write_ladder:
