@@ -9,13 +9,12 @@ import yaml
 
 from miniseries.model.gpt import GPT, GPTConfig
 from miniseries.settings import resolve_runs
+from miniseries.shapes import num_elements, num_parameters
 from miniseries.speed.planning import (
     counted_bytes,
     largest_micro_batch,
     memory_parts,
     needs,
-    num_elements,
-    num_parameters,
     peak_gib,
     plan_row,
     tokens_per_second,
@@ -71,10 +70,12 @@ def test_the_plan_of_1558m_on_h100_is_what_llm_c_took(gpus, hours):
     assert row["micro_batch"] == 16
 
 
-def test_elements_are_those_of_the_model():
+@pytest.mark.parametrize("positions", [0, 128])
+def test_elements_are_those_of_the_model(positions):
+    recipe = {"num_layers": 3, "num_heads": 2, "channels": 32, "sequence_length": 64}
+    recipe["num_positions"] = positions
     with torch.device("meta"):
-        model = GPT(GPTConfig(num_layers=3, num_heads=2, channels=32, sequence_length=64))
-    recipe = {"num_layers": 3, "channels": 32, "sequence_length": 64}
+        model = GPT(GPTConfig.of_recipe(recipe))
     assert num_elements(recipe) == sum(p.numel() for p in model.parameters())
     assert num_parameters(recipe) == model.num_parameters
 

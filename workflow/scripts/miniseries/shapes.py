@@ -1,4 +1,8 @@
-"""Shapes of the GPT-2 and GPT-3 series by the names that llm.c gives them."""
+"""Shapes of the GPT-2 and GPT-3 series by the names that llm.c gives them, and their sizes."""
+
+from typing import Any
+
+from miniseries.data.shards import PADDED_VOCAB_SIZE, VOCAB_SIZE
 
 # layers, heads, channels. GPT-2 paper table 2 for d12 to d48; the others are llm.c's
 # (`train_gpt2.cu`): wider or deeper ones that OpenAI never trained
@@ -34,3 +38,16 @@ def keys_of_model(name: str) -> dict[str, int]:
     """The keys of a run that a model's name stands for; the name must be one of MODELS."""
     keys = ("num_layers", "num_heads", "channels", "sequence_length")
     return dict(zip(keys, (*MODELS[name], CONTEXT[name.partition(":")[0]]), strict=True))
+
+
+def num_elements(recipe: dict[str, Any]) -> int:
+    """Parameters of the model, padding of the vocabulary included."""
+    channels, layers = recipe["channels"], recipe["num_layers"]
+    positions = recipe.get("num_positions") or recipe["sequence_length"]
+    embeddings = (PADDED_VOCAB_SIZE + positions) * channels
+    return embeddings + layers * (12 * channels**2 + 13 * channels) + 2 * channels
+
+
+def num_parameters(recipe: dict[str, Any]) -> int:
+    """Parameters of the published model: padding rows of the token table are not counted."""
+    return num_elements(recipe) - (PADDED_VOCAB_SIZE - VOCAB_SIZE) * recipe["channels"]

@@ -185,10 +185,9 @@ def push_model(
         private: whether a repository that is made is private.
 
     Raises:
-        ValueError: the scores are those of other weights, or the hub refuses.
+        ValueError: the scores are those of other weights, or the hub refuses or is out of reach.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
     info, settings = read_json(export / "export.json"), read_marker(marker)[1]
     scored, choices = (read_json(evaluation / f"{n}.json") for n in ("val_loss", "hellaswag"))
@@ -206,10 +205,11 @@ def push_model(
         api.create_repo(repository, private=private, exist_ok=True)
         message = f"{info['run']} after {info['step']} steps"
         commit = api.create_commit(repository, operations, commit_message=message)
-    except (HfHubHTTPError, OSError) as error:
+    except Exception as error:  # of the hub's client, and of its client for HTTP
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"{repository}: the hub refused ({reason}); check the name and HF_TOKEN"
+            f"{repository}: not pushed ({reason}); check the network, the name, and HF_TOKEN, and "
+            "give the same command again"
         ) from error
     pushed = {"repository": repository, "commit": commit.oid, "url": commit.commit_url}
     write_json(output, pushed | {key: info[key] for key in ("run", "step", "weights_sha256")})

@@ -16,6 +16,7 @@ import numpy as np
 
 from miniseries.evaluation.choices import HELLASWAG_ITEMS
 from miniseries.metrics import read_metrics
+from miniseries.shapes import num_parameters
 
 CHANCE = 0.25  # four endings per question
 LONG_STEPS = 1000  # from here on a run is long: its beginning may leave the figure
@@ -60,9 +61,7 @@ class Run:
     def num_parameters(self) -> int | None:
         """Without the padding rows of the embedding; from the settings, else from the log."""
         try:
-            layers, width = self.recipe["num_layers"], self.recipe["channels"]
-            rows = 50257 + self.recipe["sequence_length"]
-            return 12 * layers * width**2 + 13 * layers * width + 2 * width + rows * width
+            return num_parameters(self.recipe)
         except (KeyError, TypeError):
             return self.start.get("num_parameters")
 

@@ -8,9 +8,10 @@ by a device's published peaks. Tests compare both with `benchmarks/`.
 from pathlib import Path
 from typing import Any
 
-from miniseries.data.shards import HEADER_BYTES, PADDED_VOCAB_SIZE, VOCAB_SIZE
+from miniseries.data.shards import HEADER_BYTES, PADDED_VOCAB_SIZE
 from miniseries.markdown import markdown_table, number
 from miniseries.metrics import write_text
+from miniseries.shapes import num_elements, num_parameters
 from miniseries.training.devices import DEVICES
 
 GIBIBYTE = 1 << 30
@@ -40,19 +41,6 @@ FIRST_SECONDS, LATER_SECONDS = 0.0072, 0.0037
 ELEMENT_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 SHARD_TOKENS = 100_000_000  # of a full shard on the hub
 CHECKPOINT_BYTES = 12  # a parameter: master weight and AdamW's two moments, fp32
-
-
-def num_elements(recipe: dict[str, Any]) -> int:
-    """Parameters of the model, padding of the vocabulary included."""
-    channels, layers = recipe["channels"], recipe["num_layers"]
-    positions = recipe.get("num_positions") or recipe["sequence_length"]
-    embeddings = (PADDED_VOCAB_SIZE + positions) * channels
-    return embeddings + layers * (12 * channels**2 + 13 * channels) + 2 * channels
-
-
-def num_parameters(recipe: dict[str, Any]) -> int:
-    """Parameters of the published model: padding rows of the token table are not counted."""
-    return num_elements(recipe) - (PADDED_VOCAB_SIZE - VOCAB_SIZE) * recipe["channels"]
 
 
 def grad_accum_steps(recipe: dict[str, Any], micro_batch: int, processes: int) -> int:
