@@ -31,9 +31,11 @@ from stand_ins import (
 from miniseries.metrics import read_json, read_metrics, write_json
 from miniseries.training import launcher, microbatch, supervisor, trial
 from miniseries.training.checkpoint import checkpoint_folder, load_model_weights, saved_steps
+from miniseries.training.distributed import start_world
 from miniseries.training.launcher import LocalRun, _until_complete, freeze, newest_checkpoint
 from miniseries.training.supervisor import (
     CRASHED,
+    GPUS_SEEN,
     REFUSED,
     STOPPED,
     Ears,
@@ -183,6 +185,35 @@ def test_a_killed_process_is_started_again_and_loses_nothing(unbroken, manifest,
     assert losses(tmp_path) == unbroken
     (restart,) = read_metrics(tmp_path / "metrics.jsonl")["restart"]
     assert restart["step"] == 4
+
+
+def test_a_process_killed_while_all_save_or_load_costs_no_checkpoint(manifest, tmp_path):
+    """What the others notice is a lost connection, which says nothing of disk or checkpoint."""
+    settings = make_settings(tmp_path / "in.json", gpus=2)
+    for attempts, step in ((1, 8), (2, 12)):
+        process = start(settings, manifest, tmp_path, "die at checkpoints", NOTES=tmp_path)
+        assert process.wait(timeout=300) == 0, said(tmp_path)
+        assert f"process 1 was killed by SIGKILL; starting again from step {step}" in said(tmp_path)
+        assert len(read_metrics(tmp_path / "metrics.jsonl")["restart"]) == attempts
+        assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+            checkpoint_folder(tmp_path, saved).name for saved in (4, 8, 12)
+        ]
+        (tmp_path / "done.json").unlink()
+
+
+def test_a_crash_is_mended_when_nobody_hears_of_it_any_more(manifest, tmp_path):
+    """As after `snakemake 2>&1 | less`, left by q."""
+    settings = make_settings(tmp_path / "in.json")
+    command = [sys.executable, str(FAULTY), *train_command(settings, manifest, tmp_path)[2:]]
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {**os.environ, "FAULT": "slow steps", "FAULT_SECONDS": "0.2"}
+    process = subprocess.Popen(command, stdout=writer, stderr=writer, env=environment)
+    wait_until(lambda: steps_done(tmp_path) >= 6, process)
+    workers(process)[0].kill()
+    assert process.wait(timeout=300) == 0
+    assert len(read_metrics(tmp_path / "metrics.jsonl")["restart"]) == 1
+    assert (tmp_path / "done.json").exists()
 
 
 def test_a_hung_process_is_asked_where_it_is_killed_and_started_again(unbroken, manifest, tmp_path):
@@ -526,6 +557,32 @@ def test_the_process_that_failed_is_named_and_not_the_one_that_waited_for_it():
         outcome = supervise([sys.executable, "-c", program], 2, 60, ears)
     assert outcome.codes == [-signal.SIGKILL, 70] and outcome.killed == [0]
     assert outcome.reason() == "process 1 ended with 70"
+
+
+def test_a_process_that_is_told_to_stop_alone_does_not_leave_the_others_waiting(monkeypatch):
+    monkeypatch.setattr(supervisor, "GRACE_SECONDS", 1.0)
+    program = "import os, time; os.environ['RANK'] == '1' and os._exit(130); time.sleep(300)"
+    with Ears() as ears:
+        outcome = supervise([sys.executable, "-c", program], 2, 600, ears)
+    assert outcome.codes == [-signal.SIGKILL, STOPPED] and outcome.is_stop
+
+
+def test_a_large_model_is_not_trained_on_a_cpu_because_the_gpus_are_not_seen(manifest, tmp_path):
+    shape = {"num_layers": 12, "num_heads": 12, "channels": 768, "total_batch_tokens": 524288}
+    result = train_here(make_settings(tmp_path / "in.json", **shape), manifest, tmp_path)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert "error: no GPU is seen here, and a step of this run is 389 TFLOP" in result.stderr
+
+
+def test_gpus_that_the_launcher_sees_and_pytorch_cannot_use_are_an_error(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(launcher, "supervise", lambda *_: seen.append(os.environ[GPUS_SEEN]))
+    monkeypatch.setenv(GPUS_SEEN, "")  # so that it is taken back after the test
+    LocalRun({"machine": {"stall_seconds": 1}}, tmp_path, 8, "NVIDIA H200", None).start([], 8)
+    assert seen == ["NVIDIA H200"]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"the driver shows NVIDIA H200, but PyTorch .* cannot"):
+        start_world()
 
 
 def test_ctrl_c_while_modules_load_is_no_traceback(manifest, tmp_path):

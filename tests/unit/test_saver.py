@@ -83,6 +83,21 @@ def test_a_checkpoint_of_which_any_thread_cannot_write_its_part_is_none(
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_an_old_checkpoint_that_somebody_still_reads_ends_no_run(run, monkeypatch):
+    run.save(1)
+    run.wait_for_save()
+
+    def busy(path, **_more):
+        raise OSError(errno.EBUSY, "Device or resource busy", path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", busy)
+        forget(run.folder, 1)
+    assert saved_steps(run.folder) == []
+    checkpoint.clean_up(run.folder)
+    assert not list(run.folder.glob("checkpoints/*"))
+
+
 def test_a_kill_while_a_checkpoint_is_deleted_leaves_none_that_looks_whole(run, monkeypatch):
     run.save(1)
     run.wait_for_save()

@@ -1,4 +1,5 @@
 import dataclasses
+import errno
 import gc
 import hashlib
 import json
@@ -34,6 +35,7 @@ from miniseries.settings import LATER_KEYS
 from miniseries.training import checkpoint, memory, ranges, restorer, trainer
 from miniseries.training.checkpoint import checkpoint_folder, load_model_weights, saved_steps
 from miniseries.training.distributed import start_world
+from miniseries.training.guards import Diverged
 from miniseries.training.launcher import freeze, launch
 from miniseries.training.loader import Loader
 from miniseries.training.trial import kept_bytes
@@ -378,6 +380,73 @@ def test_a_lone_truncated_checkpoint_is_named_with_a_remedy(manifest, tmp_path, 
         in_this_process(tmp_path, manifest)
 
 
+def test_a_disk_that_is_out_of_reach_is_no_damage_and_moves_no_checkpoint(
+    manifest, tmp_path, one_world, monkeypatch
+):
+    run = in_this_process(tmp_path, manifest)
+    for step in range(2):
+        run.train_step(step)
+        run.save(step + 1)
+        run.wait_for_save()
+    torch.distributed.destroy_process_group()
+
+    def stale(*_arguments):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(checkpoint.dcp.FileSystemReader, "read_data", stale)
+    with pytest.raises(OSError, match=r"step-00000002: could not be read .* Stale.*same command"):
+        in_this_process(tmp_path, manifest)
+    assert saved_steps(tmp_path) == [1, 2]
+
+
+def test_while_all_checkpoints_are_damaged_none_is_put_aside(manifest, tmp_path, one_world):
+    run = in_this_process(tmp_path, manifest)
+    for step in range(2):
+        run.train_step(step)
+        run.save(step + 1)
+        run.wait_for_save()
+    torch.distributed.destroy_process_group()
+    for part in tmp_path.glob("checkpoints/*/*.distcp"):
+        part.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"00000002: .*damaged.*00000001: .*damaged .* No older"):
+        in_this_process(tmp_path, manifest)
+    assert saved_steps(tmp_path) == [1, 2]
+
+
+def test_a_signal_after_a_rollback_behind_the_first_step_tears_no_step(
+    manifest, tmp_path, one_world, monkeypatch
+):
+    run = in_this_process(tmp_path, manifest, rollback_skip_steps=1)
+    for step in range(7):
+        run.train_step(step)
+        if step in (3, 6):
+            run.save(step + 1)
+            run.wait_for_save()
+    torch.distributed.destroy_process_group()
+    run = in_this_process(tmp_path, manifest, rollback_skip_steps=1)
+    train_step, update, faults = run.train_step, run.optimizer.step, [Diverged("made", 6)]
+
+    def diverging(step, **more):
+        if step == 7 and faults:
+            raise faults.pop()
+        return train_step(step, **more)
+
+    def stopped_in_step_7():
+        update()
+        if run.steps_done == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(run, "train_step", diverging)
+    monkeypatch.setattr(run.optimizer, "step", stopped_in_step_7)
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        run.run()
+    signal.signal(signal.SIGTERM, handler)
+    newest = checkpoint_folder(tmp_path, saved_steps(tmp_path)[-1])
+    state = read_json(newest / "trainer.json")
+    assert state["step"] == state["adam_step"] == 8
+
+
 @pytest.mark.parametrize("damage", ["short part", "no index", "not finite", "one bit", "no state"])
 def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_is_taken(
     unbroken, manifest, tmp_path, damage
@@ -449,7 +518,7 @@ def test_other_settings_under_the_same_name_are_refused_and_nothing_is_lost(unbr
     ("error", "remedy"),
     [
         (OSError(28, "No space left on device"), "make room and give the same command again"),
-        (RuntimeError("Connection closed by peer"), "intact; give the same command again"),
+        (OSError(5, "Input/output error"), "intact; give the same command again"),
     ],
 )
 def test_a_failed_save_leaves_no_part_and_keeps_the_older_checkpoint(

@@ -18,8 +18,9 @@ def find_checkpoint(folder: Path, run: str, step: int, marker: Path) -> None:
     """
     checkpoint = f"checkpoints/step-{step:08d}"
     if not (folder / checkpoint / "trainer.json").exists():
-        kept = sorted(path.parent.name for path in folder.glob("checkpoints/step-*/trainer.json"))
-        steps = ", ".join(str(int(name.removeprefix("step-"))) for name in kept) or "none"
+        names = (path.parent.name for path in folder.glob("checkpoints/step-*/trainer.json"))
+        numbers = (name.removeprefix("step-") for name in names)  # others were put aside
+        steps = ", ".join(map(str, sorted(int(n) for n in numbers if n.isdecimal()))) or "none"
         raise ValueError(
             f"{folder} keeps no checkpoint of step {step}; it keeps: {steps}. Steps listed under "
             "`export_steps:` of a run before it is trained are always kept"

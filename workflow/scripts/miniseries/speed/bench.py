@@ -18,8 +18,8 @@ from miniseries.evaluation.choices import HELLASWAG_ITEMS, LLMC, Candidate, Ques
 from miniseries.evaluation.scoring import choice_scores, warm_up
 from miniseries.metrics import write_json
 from miniseries.model.gpt import GPT
-from miniseries.speed.breakdown import break_down, record_trace, write_top_kernels
 from miniseries.shapes import num_elements
+from miniseries.speed.breakdown import break_down, record_trace, write_top_kernels
 from miniseries.speed.planning import counted_bytes
 from miniseries.speed.rows import LADDER
 from miniseries.speed.rungs import RungTrainer, missing, missing_for_precision, precision_on

@@ -21,11 +21,11 @@ import yaml
 
 from miniseries.metrics import read_json, read_metrics, write_json, write_text
 from miniseries.settings import resolve_runs
+from miniseries.shapes import num_elements
 from miniseries.speed.bench import CPU_STEP_FLOPS
 from miniseries.speed.breakdown import exposed_share
 from miniseries.speed.comparison import read_devices
 from miniseries.speed.legs import FAILED, Course, Leg
-from miniseries.shapes import num_elements
 from miniseries.speed.rows import resolve_rows
 from miniseries.speed.rungs import missing_for_precision
 from miniseries.speed.tables import device_file

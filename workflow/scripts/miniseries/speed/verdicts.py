@@ -9,10 +9,10 @@ import numpy as np
 
 from miniseries.markdown import markdown_table, number
 from miniseries.metrics import read_metrics
+from miniseries.shapes import num_elements
 from miniseries.speed.bench import UNTIMED_STEPS
 from miniseries.speed.comparison import is_ours
 from miniseries.speed.legs import DONE, FAILED, Record
-from miniseries.shapes import num_elements
 from miniseries.speed.tables import gib, percent, share
 
 MEBIBYTE, GIBIBYTE = 1 << 20, 1 << 30

@@ -30,6 +30,8 @@ from miniseries.training.distributed import World, local_part
 
 # what saving and loading can raise; PyTorch's own is no Exception
 FAULTS = (Exception, CheckpointException)
+# Files that are missing or cut off; other numbers are of a disk that is out of reach
+ERRNOS_OF_DAMAGE = (None, errno.ENOENT, errno.EINVAL, errno.EISDIR, errno.ENOTDIR)
 NOT_HERE = "bring it back from a copy"  # of a file that nothing can make again
 STATE, SUMS = "trainer.json", "checksums.json"
 STATE_KEYS = ("step", "adam_step", "fingerprint", "loss_detector", "norm_detector", "wall_seconds")
@@ -105,14 +107,14 @@ def changed_since(folder: Path, tensors: dict[str, torch.Tensor]) -> str | None:
         None if all is as it was, or if there are no sums: they came later than checkpoints.
     """
     found = checksums(tensors)
-    if not (folder / SUMS).exists():
-        return None
     try:
+        if not (folder / SUMS).exists():
+            return None
         saved = read_json(folder / SUMS, [STATE, "tensors"])
-    except ValueError:
+        if file_sha256(folder / STATE) != saved[STATE]:
+            return STATE
+    except (ValueError, OSError):
         return SUMS
-    if file_sha256(folder / STATE) != saved[STATE]:
-        return STATE
     return next((n for n, value in found.items() if saved["tensors"].get(n, value) != value), None)
 
 
@@ -184,6 +186,8 @@ def save_checkpoint(
         _sync_folder(temporary)
         temporary.rename(final)
     except FAULTS as error:
+        if isinstance(error, RuntimeError):
+            raise  # a lost connection: what another rank raised comes wrapped
         if world.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
         free, reason = shutil.disk_usage(run_folder).free, _reason(error)
@@ -207,13 +211,17 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW
     Raises:
         ValueError: damaged by one bit or more, or not all numbers in it are finite; names the
             folder.
+        OSError: the disk does not give it out, which says nothing of the checkpoint.
+        RuntimeError: another rank is gone, which does not either.
     """
-    state = read_json(folder / STATE, STATE_KEYS, NOT_HERE)
+    state = _read_state(folder)
     tensors = state_tensors(model, optimizer)
     try:
         dcp.load(tensors, checkpoint_id=folder)
     except FAULTS as error:
-        raise ValueError(f"{folder}: the checkpoint is damaged ({_reason(error)})") from error
+        if isinstance(error, RuntimeError):
+            raise
+        raise _fault_of_reading(folder, error) from error
     for parameter in model.parameters():
         optimizer.state[parameter]["step"].fill_(state["adam_step"])
     changed = changed_since(folder, tensors)
@@ -228,12 +236,39 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW
     return state
 
 
+def _read_state(folder: Path) -> dict[str, Any]:
+    """The trainer's own state, read by one rank: all go on with it, or none."""
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found = [read_json(folder / STATE, STATE_KEYS, NOT_HERE)]
+        except ValueError as error:
+            found = [error]
+    dist.broadcast_object_list(found, device=torch.device("cpu"))
+    if isinstance(found[0], ValueError):
+        raise found[0]
+    return found[0]
+
+
+def _fault_of_reading(folder: Path, error: BaseException) -> Exception:
+    """What a failed load, of any rank, says of the checkpoint."""
+    causes = [cause for cause, _ in getattr(error, "failures", {}).values()]
+    for cause in causes:
+        if isinstance(cause, OSError) and cause.errno not in ERRNOS_OF_DAMAGE:
+            return OSError(
+                f"{folder}: could not be read ({cause}); nothing was changed: mend the disk, or "
+                "what connects it, and give the same command again; or move this folder away to "
+                "go on from the checkpoint before it"
+            )
+    return ValueError(f"{folder}: the checkpoint is damaged ({_reason(error)})")
+
+
 def load_newest(
     run_folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, world: World
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Read the newest checkpoint that is sound; every rank calls it.
 
-    A damaged one is put aside, as `step-00000200.damaged`, and the one before is tried.
+    Damaged ones are put aside, as `step-00000200.damaged`, once one before them has been read.
 
     Returns:
         State as by `load_checkpoint`, None if there is no checkpoint at all; and a sentence on
@@ -244,16 +279,17 @@ def load_newest(
     """
     problems: list[str] = []
     steps = saved_steps(run_folder)
-    for step in reversed(steps):
+    for number, step in enumerate(reversed(steps)):
         try:
-            folder = checkpoint_folder(run_folder, step)
-            return load_checkpoint(folder, model, optimizer), problems
+            state = load_checkpoint(checkpoint_folder(run_folder, step), model, optimizer)
         except ValueError as error:
             problems.append(str(error))
-        if step != steps[0]:
-            if world.is_main:
-                forget(run_folder, step, aside="damaged")
-            dist.barrier()
+            continue
+        dist.barrier()
+        if world.is_main:
+            for damaged in steps[len(steps) - number :]:
+                forget(run_folder, damaged, aside="damaged")
+        return state, problems
     if problems:
         raise ValueError(
             f"{'; '.join(problems)}. No older checkpoint is left: bring a sound one back from a "
@@ -276,8 +312,8 @@ def forget(run_folder: Path, step: int, aside: str = "") -> None:
     target = folder.with_name(f"{folder.name}.{aside or 'tmp'}")
     shutil.rmtree(target, ignore_errors=True)
     folder.rename(target)
-    if not aside:
-        shutil.rmtree(target)
+    if not aside:  # what somebody still reads on a network disk goes at the next start
+        shutil.rmtree(target, ignore_errors=True)
 
 
 def load_model_weights(folder: Path) -> dict[str, torch.Tensor]:

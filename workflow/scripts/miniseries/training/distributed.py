@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from miniseries.model.gpt import GPT
 from miniseries.training.devices import DEVICES
-from miniseries.training.supervisor import signals_heard
+from miniseries.training.supervisor import GPUS_SEEN, signals_heard
 
 # Blocks whose weights travel together. FSDP2's hooks run in Python, once a group and micro-step:
 # with a group for each block they took a third of Python's time (LOG.md)
@@ -58,12 +58,22 @@ def choose_device(device: str) -> torch.device:
 
 
 def start_world(backend: str | None = None) -> World:
-    """Join the other processes that torchrun started; alone when there are none."""
+    """Join the other processes that torchrun started; alone when there are none.
+
+    Raises:
+        ValueError: the launcher saw GPUs, and this process cannot use them.
+    """
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     use_cuda = torch.cuda.is_available()
+    if GPUS_SEEN in os.environ and not use_cuda:  # a run must not go on on the CPU unnoticed
+        raise ValueError(
+            f"the driver shows {os.environ[GPUS_SEEN]}, but PyTorch {torch.__version__} cannot use "
+            "it; update the driver, see whether the fabric manager runs, or set "
+            "CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)

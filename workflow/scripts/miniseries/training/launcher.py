@@ -3,6 +3,7 @@
 Starts them again when one crashes or hangs; what the user has to mend, and a stop, ends the run.
 """
 
+import contextlib
 import fcntl
 import importlib.util
 import os
@@ -16,9 +17,11 @@ from typing import IO, Any
 from miniseries.data.shards import load_manifest
 from miniseries.metrics import append_record, read_json, write_json
 from miniseries.settings import LATER_MACHINE_KEYS, check_frozen
+from miniseries.shapes import num_elements
 from miniseries.training import microbatch
 from miniseries.training.supervisor import (
     CRASHED,
+    GPUS_SEEN,
     OUT_OF_MEMORY,
     REFUSED,
     STOPPED,
@@ -27,6 +30,8 @@ from miniseries.training.supervisor import (
     supervise,
 )
 
+# A step that takes a laptop's cores more than a quarter of an hour: nobody means to do that
+MAX_FLOPS_ON_CPU = 1e14
 MAX_RESTARTS = 3  # in a row, without a new checkpoint in between
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA, NVIDIA in WSL, AMD
 
@@ -48,11 +53,14 @@ class LocalRun:
 
     def start(self, command: list[str], processes: int) -> Outcome:
         """One attempt."""
+        if self.device != "cpu":
+            os.environ[GPUS_SEEN] = self.device
         return supervise(command, processes, self.settings["machine"]["stall_seconds"], self.ears)
 
     def say(self, text: str) -> None:
         """To the terminal and, as the processes do, to `train.log`."""
-        print(text, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print(text, file=sys.stderr, flush=True)
         with (self.folder / "train.log").open("a", encoding="utf-8") as log:
             log.write(text + "\n")
 
@@ -105,6 +113,22 @@ def _names_by_driver() -> list[str]:
     gpus = [line.rpartition(", ") for line in answer.stdout.splitlines()]
     is_plain = len(set(gpus)) == 1 and gpus[0][2] != "Enabled"
     return [name for name, _, _ in gpus] if is_plain else []
+
+
+def _check_work(recipe: dict[str, Any]) -> None:
+    """Refuse what no CPU can do; more likely the GPUs that were paid for are not seen.
+
+    Raises:
+        ValueError: a step is too much.
+    """
+    flops = 6 * num_elements(recipe) * recipe["total_batch_tokens"]
+    if flops > MAX_FLOPS_ON_CPU:
+        raise ValueError(
+            f"no GPU is seen here, and a step of this run is {flops / 1e12:,.0f} TFLOP, hours on a "
+            "CPU; does nvidia-smi list the GPUs, does the container pass them on, is PyTorch built "
+            "for CUDA, and is CUDA_VISIBLE_DEVICES not empty? On a CPU take a smaller model or a "
+            "smaller `total_batch_tokens`"
+        )
 
 
 def claim(folder: Path) -> IO[str]:
@@ -171,6 +195,8 @@ def launch(
     with Ears() as ears, claim(folder):
         frozen = freeze(settings, manifest, folder, init_from)
         run = LocalRun(frozen, folder, *local_processes(frozen["machine"]["gpus"]), ears)
+        if run.device == "cpu":
+            _check_work(frozen["recipe"])
         command = [sys.executable, str(Path(sys.argv[0]).resolve()), "--manifest", str(manifest)]
         command += ["--folder", str(folder), "--done", str(done)]
         command += ["--questions", str(questions)] if questions else []

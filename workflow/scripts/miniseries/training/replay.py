@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from miniseries.data.shards import load_manifest
 from miniseries.metrics import die_with_parent, read_json, read_metrics, write_json
-from miniseries.training import checkpoint, determinism, guards
+from miniseries.training import checkpoint, determinism, guards, microbatch
 from miniseries.training.assembly import attention_kernels
-from miniseries.training.distributed import World, local_part, reshard, start_world
+from miniseries.training.distributed import World, device_name, local_part, reshard, start_world
 from miniseries.training.trainer import Trainer
 
 
@@ -57,11 +57,16 @@ def _look_alike(
     folder: Path, place: Path, settings: dict[str, Any], step: int, world: World
 ) -> None:
     """A folder for the trainer in which the run has just one checkpoint, the one to begin with."""
+    tried = microbatch.remembered(folder, settings, world.size, device_name(world.device))
+    if tried is not None:
+        settings["machine"]["micro_batch"] = tried["micro_batch"]
     settings["machine"] |= {"deterministic": True, "checkpoint_every_steps": 0}
     before = [saved for saved in checkpoint.saved_steps(folder) if saved <= step]
     if before:
         source = checkpoint.checkpoint_folder(folder, before[-1])
-        settings["machine"]["micro_batch"] = read_json(source / "trainer.json")["micro_batch"]
+        micro_batch = read_json(source / "trainer.json")["micro_batch"]
+        if isinstance(micro_batch, int):  # an imported checkpoint does not say
+            settings["machine"]["micro_batch"] = micro_batch
     if world.is_main:
         (place / "checkpoints").mkdir()
         if before:

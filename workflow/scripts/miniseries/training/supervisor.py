@@ -30,6 +30,7 @@ SECONDS_FOR_THE_OTHERS = 3.0  # to come to an end of their own when one process 
 AWAY_SECONDS = 2.0  # a launcher that looks so seldom was itself stopped, as by Ctrl-Z
 START_SECONDS = 1800.0  # until the first step: reading a checkpoint, compiling
 BEAT, STEP = b".", b"s"
+GPUS_SEEN = "MINISERIES_GPUS"  # their name, for processes that the launcher gives one each
 PIPE = "MINISERIES_HEARTBEAT"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -203,9 +204,10 @@ def _watch(group: list[_Process], stall_seconds: float, ears: Ears, outcome: Out
             is_told, deadline = True, time.monotonic() + GRACE_SECONDS
             for process in group:
                 process.send(signal.SIGTERM)
-        has_failed = any(process.child.poll() not in (None, 0, STOPPED) for process in group)
-        if has_failed:
-            deadline = min(deadline, time.monotonic() + SECONDS_FOR_THE_OTHERS)
+        ended = {process.child.poll() for process in group} - {None, 0}
+        if ended:  # those that stop save together, and leave together
+            more = GRACE_SECONDS if ended == {STOPPED} else SECONDS_FOR_THE_OTHERS
+            deadline = min(deadline, time.monotonic() + more)
         if time.monotonic() > deadline:
             outcome.is_late = is_told
             return

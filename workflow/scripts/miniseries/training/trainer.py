@@ -74,6 +74,7 @@ class Trainer:
         self.pace = Pace(world.device)
         self.max_steps = self.recipe["max_steps"]
         self.tokens_per_step = self.recipe["total_batch_tokens"]
+        self.has_stepped = False  # in this process
         self.notes: list[str] = []  # what happened before there was anybody to tell
         self._split_batch()
         drawn = self._draw_weights()
@@ -228,7 +229,7 @@ class Trainer:
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-        self.steps_done = step + 1
+        self.steps_done, self.has_stepped = step + 1, True
         self.heartbeat.beat(STEP)
         return StepReport(
             step=step,
@@ -357,7 +358,7 @@ class Trainer:
         """
         try:
             # before the first step is done there is nothing to save, but much to compile
-            self.stop_flag.watch(lambda: self.steps_done != self.first_step)
+            self.stop_flag.watch(lambda: self.has_stepped)
             return self._run()
         except Interrupted:
             self.stop()

@@ -1,5 +1,6 @@
 """One process of a run from its start to its exit code."""
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -56,7 +57,8 @@ def train(manifest: Path, questions: Path | None, folder: Path, done: Path) -> N
     except (SystemExit, Interrupted):
         _leave_at_once(STOPPED)
     except torch.OutOfMemoryError as error:
-        print(f"process {world.rank}: {error}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # whoever listened may be gone
+            print(f"process {world.rank}: {error}", file=sys.stderr)
         _leave_at_once(OUT_OF_MEMORY)
     except Exception as error:
         # when the others have left already, what they leave behind is no fault
@@ -65,7 +67,8 @@ def train(manifest: Path, questions: Path | None, folder: Path, done: Path) -> N
             if isinstance(error, RuntimeError) and int(os.environ.get("WORLD_SIZE", 1)) > 1:
                 # perhaps another one failed: then the launcher ends this one before it speaks
                 time.sleep(SECONDS_FOR_THE_OTHERS + 1)
-            traceback.print_exc()
+            with contextlib.suppress(OSError):
+                traceback.print_exc()
         _leave_at_once(STOPPED if is_stop else CRASHED)
     dist.destroy_process_group()
     _leave_at_once(0)  # taking an interpreter with PyTorch to pieces takes seconds
@@ -73,6 +76,7 @@ def train(manifest: Path, questions: Path | None, folder: Path, done: Path) -> N
 
 def _leave_at_once(code: int) -> None:
     """End without waiting for other processes or threads, which may wait for this one."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(code)
