@@ -16,6 +16,7 @@ from miniseries.settings import (
     MACHINE_KEYS,
     RECIPE_KEYS,
     check_frozen,
+    checkpoints_held,
     is_kept,
     recipe_fingerprint,
     resolve_runs,
@@ -566,3 +567,21 @@ class TestFrozenSettings:
             started[0].write_text(text)
             with pytest.raises(ValueError, match=rf"settings\.json: .*{problem}.*; bring it back"):
                 check_frozen(resolve(config).runs["tiny"], *started)
+
+
+@pytest.mark.parametrize(
+    ("changes", "held"),
+    [
+        ({}, 6),  # the last one is written while five are kept
+        ({"checkpoint_every_steps": 0}, 1),
+        ({"keep_checkpoints": 0}, 20),
+        ({"keep_checkpoints": 30}, 20),
+        ({"keep_every_steps": 500}, 6 + 1),
+        ({"export_steps": [10, 300]}, 6 + 2),
+        ({"checkpoint_every_steps": 300}, 4),
+    ],
+)
+def test_how_many_checkpoints_are_on_the_disk_at_once_is_known(changes, held):
+    machine = {"checkpoint_every_steps": 50, "keep_checkpoints": 5, "keep_every_steps": 0}
+    machine |= {"export_steps": []} | changes
+    assert checkpoints_held({"recipe": {"max_steps": 1000}, "machine": machine}) == held

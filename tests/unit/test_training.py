@@ -556,7 +556,13 @@ def test_a_checkpoint_s_size_is_known_before_its_first_step(manifest, tmp_path, 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(checkpoint.shutil, "disk_usage", lambda _path, few=few: few)
             with pytest.raises(OSError, match=f"a checkpoint takes {counted:,} bytes"):
-                checkpoint.check_space(tmp_path, tensors)
+                checkpoint.check_space(tmp_path, tensors, held=3)
+            enough = few._replace(free=3 * counted)
+            patch.setattr(checkpoint.shutil, "disk_usage", lambda _path, enough=enough: enough)
+            assert checkpoint.check_space(tmp_path / "none", tensors, held=3) == []
+            (warning,) = checkpoint.check_space(tmp_path / "none", tensors, held=4)
+            assert f"4 checkpoints will take {4 * counted:,} bytes, and {3 * counted:,}" in warning
+            assert checkpoint.check_space(run.folder, tensors, held=4) == []  # one is there
 
 
 @pytest.mark.parametrize(

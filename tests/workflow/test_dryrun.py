@@ -71,6 +71,13 @@ def test_dry_run_of_the_largest_model_is_quick_and_writes_nothing(project):
     assert {path for path in after - before if "__pycache__" not in path.parts} == set()
 
 
+def test_a_run_that_is_not_measured_by_hellaswag_does_not_fetch_it(project):
+    project.edit("config/config.yaml", "  124m:\n", "  124m:\n    hellaswag: false\n")
+    jobs = HUB | {"fetch_shard": 101, "train_124m": 1}
+    del jobs["fetch_questions"]
+    assert project.jobs("train_124m") == jobs
+
+
 def test_test_series_with_a_kept_step(project):
     jobs = project.jobs("miniseries", "--configfile", "tests/config/series.yaml")
     assert (jobs["train"], jobs["export"], jobs["score"], jobs["find_checkpoint"]) == (4, 5, 5, 1)

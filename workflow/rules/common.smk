@@ -199,9 +199,15 @@ def until_done(path):
 
     def file(wildcards):
         found = path(wildcards)
-        return ancient(found) if is_done(wildcards.run) else found
+        return ancient(found) if found and is_done(wildcards.run) else found
 
     return file
+
+
+def questions_of_run(wildcards):
+    """Input function: what training is measured by on the way; nothing with `hellaswag: false`."""
+    wanted = RUNS[wildcards.run]["machine"]["hellaswag"]
+    return questions_path(wildcards.run) if wanted else []
 
 
 def start_of_run(wildcards):

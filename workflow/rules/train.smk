@@ -45,7 +45,7 @@ checkpoint train:
     input:
         settings=until_done(lambda wildcards: f"results/settings/{wildcards.run}.json"),
         manifest=until_done(manifest_of_run),
-        questions=until_done(lambda wildcards: questions_path(wildcards.run)),
+        questions=until_done(questions_of_run),
         start=start_of_run,
     output:
         done="results/train/{run}/done.json",

@@ -20,7 +20,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--settings", type=Path, help="the run's settings, JSON")
     parser.add_argument("--manifest", type=Path, required=True, help="token shards, JSON")
-    parser.add_argument("--questions", type=Path, help="HellaSwag-shaped questions, JSON lines")
+    parser.add_argument(
+        "--questions", type=Path, nargs="?", help="HellaSwag-shaped questions, JSON lines, if any"
+    )
     parser.add_argument(
         "--folder", type=Path, required=True, help="checkpoints and logs; resumed from"
     )

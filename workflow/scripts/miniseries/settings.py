@@ -113,6 +113,16 @@ def kept_steps(machine: dict[str, Any]) -> set[int]:
     return {*machine["export_steps"], *machine.get("branch_steps", ())}
 
 
+def checkpoints_held(settings: dict[str, Any]) -> int:
+    """Checkpoints of a run on the disk at once, at most; the one that is being written is one."""
+    machine, last = settings["machine"], settings["recipe"]["max_steps"]
+    every = machine["checkpoint_every_steps"]
+    made = {*range(every, last, every)} if every else set()
+    made |= kept_steps(machine) | {last}
+    stay = sum(is_kept(settings, step) for step in made)
+    return min(len(made), machine["keep_checkpoints"] + stay)
+
+
 def start_file(init_from: str) -> str:
     """The file that `init_from:` stands for, of which `pretrained` reads weights; "" for none."""
     if not init_from:

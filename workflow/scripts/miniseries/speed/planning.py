@@ -11,6 +11,7 @@ from typing import Any
 from miniseries.data.shards import HEADER_BYTES, PADDED_VOCAB_SIZE
 from miniseries.markdown import markdown_table, number
 from miniseries.metrics import write_text
+from miniseries.settings import checkpoints_held
 from miniseries.shapes import num_elements, num_parameters
 from miniseries.training.devices import DEVICES
 
@@ -201,12 +202,9 @@ def plan_row(
 
 def needs(settings: dict[str, Any]) -> dict[str, Any]:
     """What a run takes on any machine: tokens, disk, and what the data are to the model."""
-    recipe, machine = settings["recipe"], settings["machine"]
+    recipe = settings["recipe"]
     parameters = num_parameters(recipe)
     tokens = recipe["total_batch_tokens"] * recipe["max_steps"]
-    # the newest ones and one that is being written; 0 keeps all that are ever made
-    kept, every = machine["keep_checkpoints"], machine["checkpoint_every_steps"]
-    made = 1 + (recipe["max_steps"] - 1) // every if every else 1
     checkpoint_bytes = CHECKPOINT_BYTES * num_elements(recipe)  # padding rows, too
     shards = recipe["data"].get("num_shards")
     held = None if shards is None else shards * SHARD_TOKENS
@@ -216,7 +214,7 @@ def needs(settings: dict[str, Any]) -> dict[str, Any]:
         "tokens": tokens,
         "tokens_per_parameter": tokens / parameters,
         "epochs": None if held is None else tokens / held,
-        "checkpoint_gb": checkpoint_bytes * (min(made, kept + 1) if kept else made) / 1e9,
+        "checkpoint_gb": checkpoint_bytes * checkpoints_held(settings) / 1e9,
         "data_gb": None if shards is None else (shards + 1) * _shard_bytes() / 1e9,
     }
 

@@ -401,11 +401,15 @@ def rotate(run_folder: Path, keep: int, keep_every: int, pinned: set[int]) -> No
         forget(run_folder, step)
 
 
-def check_space(run_folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+def check_space(run_folder: Path, tensors: dict[str, torch.Tensor], held: int) -> list[str]:
     """Refuse to begin when not even one checkpoint of these could be written.
 
     Args:
         tensors: by `state_tensors`; of sharded ones the whole counts.
+        held: checkpoints that there will be at once.
+
+    Returns:
+        A warning when not all of them will fit beside what fills the disk today.
 
     Raises:
         OSError: names the bytes needed and the bytes free, or the folder that is closed.
@@ -421,6 +425,13 @@ def check_space(run_folder: Path, tensors: dict[str, torch.Tensor]) -> None:
             f"{run_folder}: a checkpoint takes {needed:,} bytes, but only {free:,} are free; "
             "make room, or put results/ on a larger disk"
         )
+    more = held - len(saved_steps(run_folder))
+    if free < more * needed:
+        return [
+            f"warning: {held} checkpoints will take {held * needed:,} bytes, and {free:,} are "
+            "free; lower `keep_checkpoints`, or make room before they are written"
+        ]
+    return []
 
 
 def _sync_folder(folder: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from miniseries.model.gpt import GPT, GPTConfig, draw_weights, init_weights
+from miniseries.settings import LATER_MACHINE_KEYS, checkpoints_held
 from miniseries.training import checkpoint
 from miniseries.training.distributed import World
 from miniseries.training.guards import (
@@ -105,20 +106,31 @@ class Restorer:
             ValueError: all checkpoints are damaged, or they belong to other settings.
             OSError: not even one checkpoint fits on the disk.
         """
+        notes: list[str] = []
         if self.world.is_main:
             checkpoint.clean_up(self.folder)
             tensors = checkpoint.state_tensors(self.model, self.optimizer)
-            checkpoint.check_space(self.folder, tensors)
+            machine = LATER_MACHINE_KEYS | self.settings["machine"]
+            held = checkpoints_held({"recipe": self.recipe, "machine": machine})
+            notes = checkpoint.check_space(self.folder, tensors, held)
         dist.barrier()
         state, problems = checkpoint.load_newest(
             self.folder, self.model, self.optimizer, self.world
         )
-        notes = [f"{problem}; it is put aside, and an older one is taken" for problem in problems]
+        notes += [f"{problem}; it is put aside, and an older one is taken" for problem in problems]
+        beginning = self._first_state(state, micro_batch, drawn)
+        beginning.notes[:0] = notes
+        return beginning
+
+    def _first_state(
+        self,
+        state: dict[str, Any] | None,
+        micro_batch: int,
+        drawn: Iterable[tuple[str, torch.Tensor]],
+    ) -> Beginning:
         start = self.settings.get("start")
         if state is not None:
-            beginning = self._take_over(state, self.settings["fingerprint"], micro_batch)
-            beginning.notes[:0] = notes
-            return beginning
+            return self._take_over(state, self.settings["fingerprint"], micro_batch)
         if start and self.recipe["branch_from"]:
             return self._branch_off(Path(start["path"]), micro_batch)
         if start:
