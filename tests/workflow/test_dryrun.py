@@ -1,6 +1,8 @@
 """What each command would do, and does with stand-ins for the steps: jobs, refusals, leftovers."""
 
+import itertools
 import json
+import re
 import time
 
 import pytest
@@ -418,5 +420,12 @@ def test_slurm_profile_sets_what_the_default_profile_sets(project):
     for key in default.keys() - {"cores", "resources"}:
         assert slurm[key] == default[key], key
     rules = "".join(path.read_text() for path in (project.root / "workflow/rules").glob("*.smk"))
-    for rule in [*slurm["set-threads"], *slurm["set-resources"]]:
+    for rule in slurm["set-threads"]:
         assert f" {rule}:\n" in rules, rule
+    heads = r"^(?:rule|checkpoint|use rule (?P<base>\w+) as) (?P<name>\w+)(?::| with:)$"
+    on_gpu = set()
+    for head, following in itertools.pairwise([*re.finditer(heads, rules, re.MULTILINE), None]):
+        body = rules[head.end() : following.start() if following else None]
+        if "gpu_slot" in body or head["base"] in on_gpu:
+            on_gpu.add(head["name"])
+    assert {name for name, found in slurm["set-resources"].items() if "gres" in found} == on_gpu

@@ -261,7 +261,7 @@ def plan_text(runs: list[dict[str, Any]], gpus: list[int], prices: dict[str, flo
             if row["micro_batch"] is None
             else f"{row['micro_batch']}",
             "largest": number(row["largest_micro_batch"]),
-            "peak": number(row["peak_gib"], ".1f") + " GiB",
+            "peak": "n/a" if row["peak_gib"] is None else f"{row['peak_gib']:.1f} GiB",
             "tokens/s": number(row["tokens_per_second"]),
             "training": _hours(row["hours"]),
             "dollars": number(row["dollars"]),
