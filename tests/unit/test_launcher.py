@@ -297,8 +297,6 @@ def test_what_a_process_takes_at_once_divides_its_share():
         ("slow compile", signal.SIGTERM),
         ("slow evaluation", signal.SIGINT),
         ("slow save", signal.SIGTERM),
-        ("slow save", signal.SIGINT),
-        ("slow save", signal.SIGHUP),
     ],
 )
 def test_a_signal_at_any_moment_ends_the_run_in_time(manifest, tmp_path, moment, number):

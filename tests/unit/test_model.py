@@ -167,7 +167,7 @@ def test_more_tokens_than_positions_are_refused():
         GPT(SHAPES[0])(torch.zeros(1, 25, dtype=torch.int64))
 
 
-# padded counts: formats of llm.c's model files; unpadded: OpenAI's published models
+# padded counts: llm.c's model files; unpadded: OpenAI's published models
 @pytest.mark.parametrize(
     ("shape", "unpadded", "padded"),
     [
@@ -225,7 +225,7 @@ def test_more_positions_than_tokens_change_nothing_but_the_table_s_size():
 def test_fresh_weights_are_those_of_llm_c():
     model = GPT(GPTConfig(1, 12, 768, 8))
     init_weights(model, draw_weights(model.config, seed=42))
-    # formats of llm.c, "Golden check": first four values and the last one drawn for wte
+    # first four values and the last one drawn for wte
     expected = torch.tensor([0.03853830, 0.02974568, 0.01801434, -0.04211043])
     torch.testing.assert_close(model.wte.weight[0, :4].detach(), expected, rtol=0, atol=1e-7)
     torch.testing.assert_close(

@@ -228,12 +228,12 @@ def test_a_full_disk_loses_nothing_and_the_same_call_goes_on(tmp_path, small_dis
 @pytest.mark.timeout(1800)
 def test_memory_is_flat_in_the_size_of_the_text(tmp_path):
     free = prepare.shutil.disk_usage(tmp_path).free
-    if free < 12e9:
-        pytest.skip(f"needs 12 GB of disk, {free / 1e9:.0f} GB are free")
+    if free < 4e9:
+        pytest.skip(f"needs 4 GB of disk, {free / 1e9:.0f} GB are free")
     with (tmp_path / "a.jsonl").open("w") as file:  # words that are one token each: quick
-        for number in range(5_000):
+        for number in range(1_600):
             file.write(f'{{"text": "{number}{" telecommunications" * 50_000}"}}\n{{"text": "a"}}\n')
-    assert (tmp_path / "a.jsonl").stat().st_size > 4.7e9
+    assert (tmp_path / "a.jsonl").stat().st_size > 1.5e9
     dataset = {"source": "files", "paths": [f"{tmp_path}/a.jsonl"], "num_questions": 0}
     process = psutil.Popen(command_for("d", dataset, tmp_path / "d"))
     peak = 0
@@ -244,8 +244,8 @@ def test_memory_is_flat_in_the_size_of_the_text(tmp_path):
     content = json.loads((tmp_path / "d/manifest.json").read_text())
     shutil.rmtree(tmp_path / "d")
     print(f"{peak / 1e6:.0f} MB in all processes")
-    assert process.wait() == 0 and content["num_documents"] == 10_000
-    assert content["num_train_tokens"] + content["num_val_tokens"] > 240_000_000
+    assert process.wait() == 0 and content["num_documents"] == 3_200
+    assert content["num_train_tokens"] + content["num_val_tokens"] > 79_000_000
     assert 100e6 < peak < 1e9
 
 

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -130,11 +129,6 @@ def test_each_module_imports_only_modules_before_it():
     for path in MODULES:
         later = earlier_modules(path) - set(order[: order.index(path.stem)])
         assert not later, f"{path.stem} imports {later}"
-
-
-def test_there_is_an_order_at_all():
-    graph = {path.stem: earlier_modules(path) for path in MODULES}
-    assert len(list(TopologicalSorter(graph).static_order())) == len(MODULES)
 
 
 def test_the_package_knows_nothing_of_snakemake():

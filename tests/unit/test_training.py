@@ -240,17 +240,6 @@ def test_stopped_and_resumed_is_bitwise_what_an_unbroken_run_is(
     assert weights_hash(tmp_path, 12) == weights_hash(unbroken[0], 12)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_of_two_processes_is_quiet_saves_and_leaves_none_behind(manifest, tmp_path, number):
-    settings = make_settings(tmp_path / "in.json", gpus=2, max_steps=500)
-    code, output = kill_at(tmp_path, settings, manifest, 3, number)
-    assert code == trainer.STOPPED
-    assert "Traceback" not in output and output.count("stopped at step") == 1
-    assert saved_steps(tmp_path)[-1] >= 3
-    listing = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True)
-    assert listing.stdout == ""
-
-
 def test_four_processes_then_two_then_one_then_four_go_on_with_the_same_batches_and_losses(
     unbroken, manifest, tmp_path
 ):

@@ -6,8 +6,8 @@ REQUIRED INPUTS:
 OUTPUTS:
     results/evaluate/{model}/val_loss.json, hellaswag.json, hellaswag_items.jsonl
     results/evaluate/{model}/mmlu.json, wikitext.json    where the configuration names their data
-    results/evaluate/{model}/harness.json, leaderboard.json    lm-eval's, on demand
-    results/samples/{model}.md
+    results/evaluate/{model}/harness.json, leaderboard.json, and their *_items.jsonl    lm-eval's, on demand
+    results/samples/{model}.md, {model}.json
 """
 
 

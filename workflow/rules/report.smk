@@ -4,7 +4,7 @@ REQUIRED INPUTS:
     results/settings/{run}.json, results/evaluate/{model}/*.json, results/samples/{model}.md,
     results/summary.tsv, baselines.tsv, crossovers.md
 OUTPUTS:
-    results/pages/{run}.settings.html, scores/{model}.html, samples/{model}.html, summary.html
+    results/pages/{run}.settings.html, {model}.scores.html, {model}.samples.html, summary.html
 """
 
 

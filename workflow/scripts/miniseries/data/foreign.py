@@ -25,7 +25,7 @@ from miniseries.data.shards import (
 )
 from miniseries.metrics import write_json
 
-LLMC, NANOGPT, NPY = "llmc", "nanogpt", "npy"
+LLMC, NPY = "llmc", "npy"
 
 
 def prepare_shards(name: str, dataset: dict[str, Any], folder: Path, manifest: Path) -> None:

@@ -265,7 +265,7 @@ def choice_scores(
     A row longer than the model's T loses tokens at its start.
 
     Args:
-        questions: from `questions`, encoded with this prompt.
+        questions: from `choices`, encoded with this prompt.
         micro_batch: rows of T tokens that fit one rank's forward call.
         progress: called by all ranks before each call of the model, with rows done and in all.
 

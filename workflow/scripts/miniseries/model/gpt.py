@@ -218,7 +218,7 @@ def draw_weights(config: GPTConfig, seed: int) -> Iterator[tuple[str, torch.Tens
     """The weights that are drawn by chance: the same as PyTorch's GPT-2 and llm.c draw.
 
     One CPU generator; order: token rows (padding stays 0), positions, then per layer c_attn,
-    attn.c_proj, c_fc, mlp.c_proj (formats of llm.c, "Init").
+    attn.c_proj, c_fc, mlp.c_proj (llm.c, train_gpt2.py).
 
     Yields:
         Name and values, float32, whole.

@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
 
+from miniseries.metrics import write_bytes
 from miniseries.reporting.runlog import Run, short, thin_out
 
 # Okabe and Ito's palette, told apart by colour-blind readers too; yellow left out (pale on white)
@@ -56,10 +57,7 @@ def write_figure(figure: Figure, paths: list[Path], dpi: int) -> None:
                 figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
             else:
                 figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.tmp")
-        part.write_bytes(buffer.getvalue())
-        part.replace(path)
+        write_bytes(path, buffer.getvalue())
 
 
 def new_figure(style: Style, title: str, rows: int) -> tuple[Figure, np.ndarray]:

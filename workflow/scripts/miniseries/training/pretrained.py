@@ -112,7 +112,7 @@ def load_start(model: GPT, file: Path) -> None:
         set_parameter(parameter, weights[name].float())
 
 
-def freeze_start(file: Path | None, folder: Path) -> dict[str, str] | None:
+def freeze_start(file: Path, folder: Path) -> dict[str, str]:
     """What settings.json keeps of a run's source: its path and the hash of its weights.
 
     Once there is a checkpoint the source is read no more and may be gone.
@@ -120,8 +120,6 @@ def freeze_start(file: Path | None, folder: Path) -> dict[str, str] | None:
     Raises:
         ValueError: the run was started from other weights under this name.
     """
-    if file is None:
-        return None
     frozen = folder / "settings.json"
     before = read_json(frozen).get("start") if frozen.exists() else None
     if before and saved_steps(folder):

@@ -78,7 +78,7 @@ def activation_ranges(model: GPT, tokens: torch.Tensor) -> Ranges:
         for layer, block in enumerate(model.h):
             parts = (("attention", block.attn), ("mlp", block.mlp), ("residual", block))
             for part, module in parts:
-                stack.enter_context(_hooked(module, after(layer, part)))
+                stack.enter_context(module.register_forward_hook(after(layer, part)))
         model(tokens, tokens, reduction="none")
     reshard(model)
     most, total = torch.stack(largest), torch.stack(squares)
@@ -93,19 +93,6 @@ def all_ranges(model: GPT, tokens: torch.Tensor, shards: dist.ProcessGroup) -> d
     weights, activations = weight_ranges(model, shards), activation_ranges(model, tokens)
     seconds = time.monotonic() - start
     return {"weights": weights, "activations": activations, "seconds": seconds}
-
-
-class _hooked:
-    """Context in which a module has one more hook; compiled code does not see it."""
-
-    def __init__(self, module: torch.nn.Module, hook: Any) -> None:
-        self.module, self.hook = module, hook
-
-    def __enter__(self) -> None:
-        self.handle = self.module.register_forward_hook(self.hook)
-
-    def __exit__(self, *_error: object) -> None:
-        self.handle.remove()
 
 
 def alarms(weights: Ranges) -> list[str]:
