@@ -570,6 +570,8 @@ def test_a_large_model_is_not_trained_on_a_cpu_because_the_gpus_are_not_seen(man
     result = train_here(make_settings(tmp_path / "in.json", **shape), manifest, tmp_path)
     assert result.returncode == 1 and "Traceback" not in result.stderr
     assert "error: no GPU is seen here, and a step of this run is 389 TFLOP" in result.stderr
+    recipe = read_json(tmp_path / "in.json")["recipe"]
+    launcher._check_work(recipe | {"max_steps": 0})  # it is only measured
 
 
 def test_gpus_that_the_launcher_sees_and_pytorch_cannot_use_are_an_error(monkeypatch, tmp_path):

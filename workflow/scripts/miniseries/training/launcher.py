@@ -122,7 +122,7 @@ def _check_work(recipe: dict[str, Any]) -> None:
         ValueError: a step is too much.
     """
     flops = 6 * num_elements(recipe) * recipe["total_batch_tokens"]
-    if flops > MAX_FLOPS_ON_CPU:
+    if recipe["max_steps"] and flops > MAX_FLOPS_ON_CPU:  # without steps it is only measured
         raise ValueError(
             f"no GPU is seen here, and a step of this run is {flops / 1e12:,.0f} TFLOP, hours on a "
             "CPU; does nvidia-smi list the GPUs, does the container pass them on, is PyTorch built "
