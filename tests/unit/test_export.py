@@ -268,7 +268,7 @@ def test_a_push_is_one_commit_with_the_scores_in_the_card(tmp_path, run, exporte
     pushed = json.loads((tmp_path / "pushed.json").read_text())
     assert (pushed["commit"], pushed["weights_sha256"]) == ("c0ffee", sha256)
     FakeHub.refusal = OSError("401 Unauthorized\nmore lines")
-    with pytest.raises(ValueError, match=r"me/small: the hub refused \(401 Unauthorized\); check"):
+    with pytest.raises(ValueError, match=r"me/small: not pushed \(401 Unauthorized\); check"):
         push_model(*arguments)
     (scores / "val_loss.json").write_text(json.dumps(loss | {"weights_sha256": "other"}))
     with pytest.raises(ValueError, match="scores of other weights than"):
