@@ -131,7 +131,7 @@ def _sentence(run: Run, line: Baseline | None, kind: str) -> str:
         asked = run.data_set if kind == "val" else run.questions
         return f"{what}: no comparison with {name}, since this run was measured on {asked}."
     if not run.metrics.get(kind):
-        return f"{what}: not measured yet."
+        return f"{what}, against {name}: not measured yet."
     step = first_step_past(run, line, kind)
     if step is None:
         return f"{what}: not {word} {name} in {run.num_steps:,} steps."
@@ -142,7 +142,7 @@ def _sentence(run: Run, line: Baseline | None, kind: str) -> str:
 def crossovers_markdown(runs: list[Run]) -> str:
     """The first step past each published line, for every run, with what the lines leave out."""
     parts = ["## Where the runs pass GPT-2 and GPT-3\n"]
-    for run in runs:
+    for run in sorted(runs, key=lambda run: run.num_parameters or 0):
         if is_measured_only(run) or run.is_empty:
             continue
         lines = [

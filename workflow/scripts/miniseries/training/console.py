@@ -82,7 +82,7 @@ class Console:
                 self.bar.update(step - self.bar.n)
         elif time.monotonic() - self._last_eta > SECONDS_BETWEEN_ETA_LINES:
             self._last_eta = time.monotonic()
-            self.line(f"eta {duration(seconds_left)} for the {self.max_steps - step} steps left")
+            self.line(f"eta {duration(seconds_left)} until step {self.max_steps}")
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Show how far a pause in the steps is; without a bar by a line now and then."""

@@ -36,7 +36,10 @@ def replay(folder: Path, manifest: Path, step: int, output: Path) -> None:
     last = settings["recipe"]["max_steps"] - 1
     if not 0 <= step <= last:
         raise ValueError(f"run {settings['run']!r} has the steps 0 to {last}, not {step}")
-    place = [tempfile.mkdtemp() if world.is_main else ""]
+    place = [""]
+    if world.is_main:  # on a disk that holds checkpoints: the trainer wants room for one
+        output.parent.mkdir(parents=True, exist_ok=True)
+        place = [tempfile.mkdtemp(dir=output.parent, prefix=".replay-")]
     dist.broadcast_object_list(place, device=torch.device("cpu"))
     try:
         _look_alike(folder, Path(place[0]), settings, step, world)
