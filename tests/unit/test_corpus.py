@@ -211,3 +211,19 @@ def test_a_huge_text_as_one_document_is_refused_with_the_remedy(tmp_path, monkey
     with pytest.raises(ValueError, match=r"a\.txt: more than 10 characters.*blank_lines"):
         read(tmp_path, "a.txt")
     assert len(read(tmp_path, "a.txt", split="blank_lines")[0]) == 2
+    (tmp_path / "a.txt").write_text("12345\n\n123456\n7890\n")
+    with pytest.raises(ValueError, match=r"a\.txt:3: more than 10 characters without a blank"):
+        read(tmp_path, "a.txt", split="blank_lines")
+
+
+def test_a_held_out_file_is_not_trained_on_by_whatever_way_it_is_reached(tmp_path, monkeypatch):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name)
+    (tmp_path / "c.txt").symlink_to(tmp_path / "b.txt")
+    monkeypatch.chdir(tmp_path)
+    paths = ["*.txt", f"{tmp_path}/*.txt", "./a.txt"]
+    dataset = {"source": "files", "paths": paths, "val_paths": ["./b.txt"]}
+    held_out, trained_on = plan_parts(dataset)
+    assert held_out == Part((Piece("./b.txt"),), "val")
+    (piece,) = trained_on.pieces
+    assert (tmp_path / piece.path).resolve() == tmp_path / "a.txt"

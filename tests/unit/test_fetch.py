@@ -314,6 +314,8 @@ def test_progress_tells_bytes_pace_and_time_left(monkeypatch):
     assert text == "d: 4 of 10 files, 0.8 of 2.0 GB, 4 MB/s, 5 min left"
     assert fetch.describe_progress("d", done[:1], 1, 2 * 10**8) == "d: 1 of 1 files, 0.2 of 0.2 GB"
     assert fetch.describe_progress("d", [], 3, 0) == "d: 0 of 3 files, 0.0 of 0.0 GB"
+    empty = [(time, 0) for time, _ in done]
+    assert fetch.describe_progress("d", empty, 10, 0).startswith(f"d: {len(done)} of 10 files")
 
 
 def test_a_file_in_a_folder_of_the_repository_gets_its_last_name(hub, tmp_path):

@@ -128,3 +128,41 @@ def test_the_manifest_tells_the_format_and_the_files(tmp_path):
     prepare(write(tmp_path / "own", "npy"), tmp_path / "d")
     source = json.loads((tmp_path / "d/manifest.json").read_text())["source"]
     assert source["format"] == "npy" and len(source["files"]) == 3
+
+
+def test_files_in_the_dataset_s_own_folder_under_its_shards_names_are_never_deleted(tmp_path):
+    folder = tmp_path / "d"
+    folder.mkdir()
+    for name, tokens in (("val_000000", TOKENS[:300]), ("train_000001", TOKENS[300:])):
+        llmc(folder / f"mine_{name}.bin", tokens)
+    llmc(folder / "mine_train_000002.bin", TOKENS)  # not of this dataset, but the user's
+    dataset = {"source": "shards", "train_paths": [f"{folder}/mine_train_000001.bin"]}
+    prepare(dataset | {"val_paths": [f"{folder}/mine_val_*.bin"]}, folder)
+    assert len(list(folder.glob("mine_*.bin"))) == 3
+
+
+def test_files_to_convert_that_lie_where_shards_are_made_are_refused_and_left(tmp_path):
+    folder = tmp_path / "d"
+    folder.mkdir()
+    for name, tokens in (("val_000000", TOKENS[:300]), ("train_000001", TOKENS[300:])):
+        nanogpt(folder / f"mine_{name}.bin", tokens)
+    paths = {f"{split}_paths": [f"{folder}/mine_{split}_*.bin"] for split in ("train", "val")}
+    before = {path.name: path.read_bytes() for path in folder.glob("mine_*")}
+    with pytest.raises(ValueError, match=r"train_000001\.bin: lies where this dataset's shards"):
+        prepare({"source": "shards", "format": "nanogpt", **paths}, folder)
+    assert {path.name: path.read_bytes() for path in folder.glob("mine_*")} == before
+
+
+def test_a_file_that_is_reached_by_two_ways_counts_once(tmp_path):
+    dataset = write(tmp_path / "own", "llmc")
+    (tmp_path / "own/train_latest.bin").symlink_to(tmp_path / "own/train_2.bin")
+    dataset["train_paths"].append(f"{tmp_path}/own/../own/train_1.bin")
+    assert prepare(dataset, tmp_path / "d").num_train_tokens == len(TOKENS) - 300
+
+
+def test_an_npz_is_refused_by_name(tmp_path):
+    dataset = write(tmp_path / "own", "npy")
+    with (tmp_path / "own/train_2.npy").open("wb") as file:
+        np.savez(file, TOKENS)
+    with pytest.raises(ValueError, match=r"train_2\.npy: an \.npz, of several arrays"):
+        prepare(dataset, tmp_path / "d")

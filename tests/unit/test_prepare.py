@@ -107,6 +107,43 @@ def test_each_part_is_tokenized_once(tmp_path, monkeypatch):
     assert len(numbers) == len(set(numbers)) > 4
 
 
+def test_text_that_changes_while_it_is_tokenized_makes_no_dataset(tmp_path, monkeypatch):
+    dataset = write_lines(tmp_path / "a.jsonl", TEXTS) | {"shard_tokens": 500}
+    pack = prepare.streams.pack_shards
+
+    def changing(*arguments):
+        entries = pack(*arguments)
+        write_lines(tmp_path / "a.jsonl", TEXTS[1:])
+        return entries
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare.streams, "pack_shards", changing)
+        with pytest.raises(ValueError, match=r"changed while it was tokenized: .*a\.jsonl"):
+            make(tmp_path / "d", dataset, num_workers=1)
+    assert not (tmp_path / "d/manifest.json").exists()
+    assert make(tmp_path / "d", dataset, num_workers=1) == make(tmp_path / "e", dataset)
+
+
+def test_a_stream_that_a_crash_cut_off_is_made_again(tmp_path, monkeypatch):
+    dataset = write_lines(tmp_path / "a.jsonl", TEXTS) | {"shard_tokens": 500}
+    expected = make(tmp_path / "d", dataset)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare.streams, "pack_shards", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            make(tmp_path / "e", dataset)
+    streams = list((tmp_path / "e").rglob("*.tokens"))
+    assert streams
+    for path in streams:
+        path.write_bytes(b"")
+    assert make(tmp_path / "e", dataset) == expected
+
+
+def test_files_of_the_hub_have_each_a_folder_of_their_own():
+    files = [{"path": path, "split": None} for path in ("en/x/p.jsonl", "en_x/p.jsonl")]
+    parts = [prepare._remote_part(Path("d"), n, file) for n, file in enumerate(files)]
+    assert parts[0].pieces[0].path != parts[1].pieces[0].path
+
+
 def test_a_failed_run_leaves_no_manifest(tmp_path, monkeypatch):
     dataset = write_lines(tmp_path / "a.jsonl", TEXTS)
     make(tmp_path, dataset)

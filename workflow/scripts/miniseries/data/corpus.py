@@ -8,6 +8,7 @@ import glob
 import hashlib
 import io
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -84,7 +85,8 @@ def plan_parts(dataset: dict[str, Any]) -> list[Part]:
     if dataset["source"] != "files":
         return [Part((), None)]
     held_out = find_files(dataset["val_paths"]) if dataset.get("val_paths") else []
-    files = [path for path in find_files(dataset["paths"]) if path not in set(held_out)]
+    places = {os.path.realpath(path) for path in held_out}
+    files = [path for path in find_files(dataset["paths"]) if os.path.realpath(path) not in places]
     if not held_out:
         return _parts_of(files, None)
     return _parts_of(held_out, "val") + _parts_of(files, "train")
@@ -187,7 +189,7 @@ def _kind(path: str) -> str:
 
 
 def find_files(patterns: Sequence[str]) -> list[str]:
-    """Files that match the globs, by name, each once."""
+    """Files that match the globs, by name, each once, by whatever way it is reached."""
     files: set[str] = set()
     for pattern in patterns:
         found = glob.glob(pattern, recursive=True)  # noqa: PTH207 (Path's takes no absolute one)
@@ -195,7 +197,14 @@ def find_files(patterns: Sequence[str]) -> list[str]:
         if not matches:
             raise ValueError(f"no file matches {pattern!r}; check `paths` of the dataset")
         files.update(matches)
-    for path in sorted(files):
+    check_kinds(sorted(files))
+    places = {os.path.realpath(path): path for path in sorted(files, reverse=True)}
+    return sorted(places.values())
+
+
+def check_kinds(paths: Sequence[str]) -> None:
+    """Raise ValueError for a file that nothing here can read, by its name."""
+    for path in paths:
         is_packed_parquet = _kind(path) == ".parquet" and not path.endswith(".parquet")
         if _kind(path) not in READERS or is_packed_parquet:
             known = ", ".join(READERS)
@@ -203,7 +212,6 @@ def find_files(patterns: Sequence[str]) -> list[str]:
                 f"{path}: unknown kind of file; known are {known}; .txt and .jsonl may "
                 "be packed, .gz or .zst"
             )
-    return sorted(files)
 
 
 def _open(path: str) -> IO[bytes]:
@@ -240,12 +248,18 @@ def _text_documents(
 def _blocks(path: str, file: IO[str]) -> Iterator[tuple[str, str]]:
     """Blocks between blank lines; the blank line stays at the end of its block, as in llm.c."""
     block: list[str] = []
-    first = 1
+    first, size = 1, 0
     for number, line in enumerate(file, 1):
         block.append(line)
+        size += len(line)
+        if size > MAX_TEXT_BYTES:
+            raise ValueError(
+                f"{path}:{first}: more than {MAX_TEXT_BYTES:,} characters without a blank line; "
+                "cut it into several documents"
+            )
         if not line.strip():
             yield f"{path}:{first}", "".join(block)
-            block, first = [], number + 1
+            block, first, size = [], number + 1, 0
     yield f"{path}:{first}", "".join(block)
 
 

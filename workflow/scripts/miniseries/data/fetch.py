@@ -29,6 +29,7 @@ from miniseries.metrics import write_bytes, write_json
 ATTEMPTS = 6
 WAIT_SECONDS = 2.0  # before the second attempt; doubled each time
 MAX_WAIT_SECONDS = 60.0
+LONGEST_WISHED_WAIT = 900.0  # of a server that asks for more the next call may ask again
 SPARE_BYTES = 100_000_000  # left free on the disk
 PACE_SECONDS = 600
 FINAL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
@@ -253,7 +254,8 @@ def _retry(function: Callable[[], Result], what: str, attempts: int, wait_second
                 ) from error
             wait = min(wait_seconds * 2 ** (attempt - 1), MAX_WAIT_SECONDS)
             # spread, so that jobs turned away together do not come back together
-            wait = max(_wished_wait(cause), wait) * random.uniform(1.0, 1.25)
+            wished = min(_wished_wait(cause), LONGEST_WISHED_WAIT)
+            wait = max(wished, wait) * random.uniform(1.0, 1.25)
             again = f"trying again in {wait:.0f} s ({attempt + 1} of {attempts})"
             text = f"cannot fetch {what}, {again}: {_one_line(cause)}"
             print(text, file=sys.stderr, flush=True)
@@ -322,5 +324,7 @@ def describe_progress(
     if span <= 0 or len(done) == num_files:
         return text
     pace = sum(size for _, size in recent[1:]) / span
+    if pace == 0:
+        return text
     minutes = (num_bytes - have) / pace / 60
     return f"{text}, {pace / 1e6:.0f} MB/s, {minutes:.0f} min left"

@@ -15,6 +15,7 @@ from miniseries.data.shards import (
     build_manifest,
     check_ids,
     describe_shard,
+    is_shard_of,
     open_regular,
     open_shard,
     raise_problems,
@@ -48,18 +49,24 @@ def prepare_shards(name: str, dataset: dict[str, Any], folder: Path, manifest: P
     if twice:
         raise ValueError(f"{twice[0]}: in `train_paths` and in `val_paths`; it would be trained on")
     layout = dataset.get("format", LLMC)
-    problems = [p for paths in files.values() for path in paths for p in _problems(path, layout)]
+    paths = [path for found in files.values() for path in found]
+    problems = [problem for path in paths for problem in _problems(path, layout)]
+    if layout != LLMC:
+        problems += [
+            f"{path}: lies where this dataset's shards are made, under such a name; move it away"
+            for path in paths
+            if path.parent == folder.resolve() and is_shard_of(name, path)
+        ]
     raise_problems(f"dataset {name}", problems)
     manifest.unlink(missing_ok=True)  # never describes shards of another version
     entries = []
-    for split, paths in files.items():
-        if layout == LLMC:
-            entries += [describe_shard(path, split) for path in paths]
+    for split, found in files.items():
+        if layout == LLMC:  # where they are; nothing is ever deleted beside them
+            entries += [describe_shard(path, split) for path in found]
         else:
-            entries += _convert(name, split, [_tokens(path, layout) for path in paths], folder)
-    made = [Path(entry["path"]) for entry in entries if layout != LLMC]
-    if folder.exists():
-        remove_other_shards(folder, name, made)
+            entries += _convert(name, split, [_tokens(path, layout) for path in found], folder)
+    if layout != LLMC:
+        remove_other_shards(folder, name, [Path(entry["path"]) for entry in entries])
     content = build_manifest(
         manifest.parent,
         name,
@@ -67,7 +74,7 @@ def prepare_shards(name: str, dataset: dict[str, Any], folder: Path, manifest: P
         source={
             "kind": "shards",
             "format": layout,
-            "files": [str(path) for paths in files.values() for path in paths],
+            "files": [str(path) for path in paths],
         },
         val_tokens=dataset.get("val_tokens", VAL_TOKENS),
     )
@@ -75,14 +82,14 @@ def prepare_shards(name: str, dataset: dict[str, Any], folder: Path, manifest: P
 
 
 def find_token_files(patterns: Sequence[str]) -> list[Path]:
-    """Files that match the globs, by name; a folder is taken along, to be refused by name."""
+    """Files that match the globs, by name, each once; a folder is taken along, to be refused."""
     found: set[str] = set()
     for pattern in patterns:
         matches = glob.glob(pattern, recursive=True)  # noqa: PTH207 (Path's takes no absolute one)
         if not matches:
             raise ValueError(f"no file matches {pattern!r}; check the paths of the dataset")
         found.update(matches)
-    return [Path(path).resolve() for path in sorted(found)]
+    return list(dict.fromkeys(Path(path).resolve() for path in sorted(found)))
 
 
 def _problems(path: Path, layout: str) -> list[str]:
@@ -108,6 +115,8 @@ def _tokens(path: Path, layout: str) -> np.memmap:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError) as error:
             raise ValueError(f"{path}: not a whole .npy file ({error})") from None
+        if not isinstance(tokens, np.ndarray):
+            raise ValueError(f"{path}: an .npz, of several arrays; build-nanogpt's are .npy")
         if tokens.ndim != 1 or tokens.dtype != np.dtype("<u2") or not len(tokens):
             raise ValueError(
                 f"{path}: holds {tokens.dtype} {tokens.shape}; build-nanogpt's are flat uint16"

@@ -76,7 +76,8 @@ class Text:
         if self.is_remote:
             listed = read_json(folder / "files.json")
             self.commit, self.files = listed["commit"], listed["files"]
-            self.parts = [_remote_part(folder, file) for file in self.files]
+            corpus.check_kinds([file["path"] for file in self.files])
+            self.parts = [_remote_part(folder, n, file) for n, file in enumerate(self.files)]
             about = [[file["path"], file["sha256"]] for file in self.files]
         else:
             self.parts = corpus.plan_parts(dataset)
@@ -136,7 +137,7 @@ class Text:
         missing = streams.shards_to_write(plans, self.folder, self.streams, self.identities)
         needed = {segment[:2] for plan in missing for segment in plan.segments}
         gone = {
-            n for n, split in needed if not streams.stream_path(self.streams, n, split).exists()
+            n for n, split in needed if not streams.has_stream(self.streams, n, split, notes[n])
         }
         self._tokenize_all(sorted(gone), num_workers)
         entries = streams.pack_shards(
@@ -145,7 +146,18 @@ class Text:
         streams.drop_streams(self.streams)
         shutil.rmtree(self.folder / ".fetch", ignore_errors=True)  # what a killed download left
         remove_other_shards(self.folder, self.name, [Path(entry["path"]) for entry in entries])
+        self._check_unchanged()
         self._write_manifest(manifest, entries, notes, findings)
+
+    def _check_unchanged(self) -> None:
+        """Raise if a file of one's own has changed since its parts were planned."""
+        for part, identity in zip(self.parts, self.identities, strict=True):
+            if not self.is_remote and streams.identify(part, self.dataset) != identity:
+                names = ", ".join(sorted({piece.path for piece in part.pieces}))
+                raise ValueError(
+                    f"dataset {self.name}: changed while it was tokenized: {names}; run the same "
+                    "command again once nothing writes there any more"
+                )
 
     def _tokenize_all(self, numbers: Sequence[int], num_workers: int) -> None:
         num_workers = min(num_workers, len(numbers))
@@ -251,9 +263,9 @@ def tokenize_file(
     print(fetch.describe_progress(name, complete, len(text.files), total), flush=True)
 
 
-def _remote_part(folder: Path, file: dict[str, Any]) -> Part:
+def _remote_part(folder: Path, number: int, file: dict[str, Any]) -> Part:
     """Where a file of the hub lies while it is tokenized; in a folder of its own."""
-    place = folder / ".fetch" / file["path"].replace("/", "_") / Path(file["path"]).name
+    place = folder / ".fetch" / f"{number:06d}" / Path(file["path"]).name
     return Part((Piece(str(place)),), file["split"])
 
 

@@ -5,6 +5,7 @@ ids as uint16. Shard 0 is validation, training starts at 1. Every document is pr
 and documents run across shard borders.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -142,7 +143,13 @@ def open_regular(path: Path) -> IO[bytes]:
             raise ValueError(f"{path}: a folder or device, not a file; {REMEDY}")
         return path.open("rb")
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; {REMEDY}") from None
+        raise ValueError(f"{path}: {error.strerror}; {_remedy(error)}") from None
+
+
+def _remedy(error: OSError) -> str:
+    """A file that is there and cannot be read is not known to be bad."""
+    is_gone = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+    return REMEDY if is_gone else "mend what keeps it from being read; nothing was changed"
 
 
 def read_header(path: Path) -> int:
@@ -377,14 +384,20 @@ def _verify(folder: Path, entry: dict[str, Any]) -> list[str]:
         if not problems and file_sha256(shard) != entry["sha256"]:
             problems = [f"{shard}: its sha256 is not the manifest's; {REMEDY}"]
         return problems
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         return [str(error)]
+    except OSError as error:
+        return [f"{shard}: cannot be read ({error}); it was not verified"]
+
+
+def is_shard_of(dataset: str, path: Path) -> bool:
+    """Whether a file has the name of one of the shards that are made for a dataset."""
+    return bool(re.fullmatch(re.escape(dataset) + r"_(train|val)_\d{6}\.bin", path.name))
 
 
 def remove_other_shards(folder: Path, dataset: str, keep: Sequence[Path]) -> None:
     """Delete this dataset's shards of an earlier, longer version and what a kill left behind."""
-    name = re.compile(re.escape(dataset) + r"_(train|val)_\d{6}\.bin")
     kept = {path.name for path in keep}
     for path in Path(folder).iterdir():
-        if path.suffix == ".tmp" or (name.fullmatch(path.name) and path.name not in kept):
+        if path.suffix == ".tmp" or (is_shard_of(dataset, path) and path.name not in kept):
             path.unlink(missing_ok=True)

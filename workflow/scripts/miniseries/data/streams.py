@@ -8,6 +8,7 @@ needs, and a stream whose tokens are all in shards can go.
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -24,7 +25,7 @@ from miniseries.data.corpus import (
     is_validation,
     read_part,
 )
-from miniseries.data.encode import encode_texts
+from miniseries.data.encode import encode_texts, gpt2_encoding
 from miniseries.data.shards import (
     DOCUMENT_MARK,
     SHARD_TOKENS,
@@ -92,11 +93,13 @@ def read_note(folder: Path, number: int, identity: str) -> dict[str, Any] | None
 
 def has_streams(folder: Path, number: int, note: dict[str, Any]) -> bool:
     """Whether the streams that the note tells of are there, whole."""
-    for split, num_tokens in note["num_tokens"].items():
-        path = stream_path(folder, number, split)
-        if num_tokens and not (path.exists() and path.stat().st_size == 2 * num_tokens):
-            return False
-    return True
+    return all(has_stream(folder, number, split, note) for split in note["num_tokens"])
+
+
+def has_stream(folder: Path, number: int, split: str, note: dict[str, Any]) -> bool:
+    """Whether one of them is."""
+    num_tokens, path = note["num_tokens"][split], stream_path(folder, number, split)
+    return not num_tokens or (path.exists() and path.stat().st_size == 2 * num_tokens)
 
 
 def held_out_fraction(dataset: dict[str, Any]) -> float:
@@ -141,6 +144,7 @@ def tokenize_part(
     note = read_note(folder, number, identity)
     if note and has_streams(folder, number, note):
         return note
+    gpt2_encoding()  # a vocabulary that cannot be read is no fault of the documents
     folder.mkdir(parents=True, exist_ok=True)
     note_path(folder, number).unlink(missing_ok=True)
     findings = Findings()
@@ -153,6 +157,9 @@ def tokenize_part(
                 _write_batch(batch, part.split, dataset, findings, files)
                 for document in batch:
                     text_hash.update(document.digest)
+            for file in files.values():  # the note that follows is trusted, after a crash, too
+                file.flush()
+                os.fsync(file.fileno())
         num_tokens = {split: path.stat().st_size // 2 for split, path in temporary.items()}
         for split, path in temporary.items():
             if num_tokens[split]:
@@ -225,7 +232,7 @@ def encode_documents(
 
 
 def _raise_unless_of_text(error: BaseException) -> None:
-    if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+    if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError | OSError):
         raise error
 
 
@@ -325,6 +332,7 @@ def pack_shards(
             sha256 = write_shard(path, _read(plan, streams), plan.num_tokens)
             text = plan.identity(identities)
             if known and known["text"] == text and known["sha256"] != sha256:
+                path.unlink()  # or the next call would take it for the earlier one
                 raise ValueError(
                     f"{path}: made again of the same text, it has other tokens than before; delete "
                     f"{folder} and run the same command again"
