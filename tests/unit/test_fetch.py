@@ -80,9 +80,10 @@ def test_a_server_that_asks_for_a_pause_gets_it(hub, shard, tmp_path, monkeypatc
     hub.faults["HEAD", shard[0]] = [
         (429, {"Retry-After": "7"}),
         (429, {"ratelimit": '"api";r=0;t=55'}),
+        (429, {"Retry-After": "100000"}),  # a day: no job waits that long
     ]
     fetched(shard, tmp_path / "d")
-    assert 7 <= waits[0] <= 9 and 55 <= waits[1] <= 70
+    assert 7 <= waits[0] <= 9 and 55 <= waits[1] <= 70 and 900 <= waits[2] <= 1125
 
 
 def test_a_cut_connection_goes_on_where_it_stopped(hub, tmp_path):
