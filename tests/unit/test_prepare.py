@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
+from miniseries import metrics
 from miniseries.data import corpus, prepare
 from miniseries.data.corpus import is_validation
 from miniseries.data.encode import gpt2_encoding
@@ -136,6 +138,21 @@ def test_a_stream_that_a_crash_cut_off_is_made_again(tmp_path, monkeypatch):
     for path in streams:
         path.write_bytes(b"")
     assert make(tmp_path / "e", dataset) == expected
+
+
+def test_a_second_command_waits_for_the_first_and_says_so(tmp_path, monkeypatch, capsys):
+    dataset = write_lines(tmp_path / "a.jsonl", TEXTS)
+    (tmp_path / "d").mkdir()
+    monkeypatch.setattr(metrics, "SECONDS_BETWEEN_WAITING_LINES", 0.1)
+    said = ""
+    with ThreadPoolExecutor(1) as pool:
+        with metrics.locked(tmp_path / "d/.lock"):
+            second = pool.submit(make, tmp_path / "d", dataset)
+            while "waiting for another process, which holds" not in said:
+                time.sleep(0.05)
+                said += capsys.readouterr().err
+            assert f"{tmp_path}/d/.lock" in said and not second.done()
+        assert "manifest.json" in second.result()
 
 
 def test_files_of_the_hub_have_each_a_folder_of_their_own():

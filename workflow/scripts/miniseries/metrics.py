@@ -1,5 +1,6 @@
-"""Files and records every stage shares: atomic writes, JSON lines, and one-line errors."""
+"""Files and records every stage shares: atomic writes, locks, JSON lines, and one-line errors."""
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -7,10 +8,13 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
+SECONDS_BETWEEN_WAITING_LINES = 60.0
 MADE_AGAIN = "delete it to have it made again"
 
 
@@ -25,6 +29,21 @@ def die_with_parent(parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock file; while another process holds it, wait, and say so now and then."""
+    lock = FileLock(path)
+    while not lock.is_locked:
+        try:
+            lock.acquire(timeout=SECONDS_BETWEEN_WAITING_LINES)
+        except Timeout:
+            print(f"waiting for another process, which holds {path}", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def num_cores() -> int:

@@ -21,10 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from filelock import FileLock
-
 from miniseries.data.shards import file_sha256
-from miniseries.metrics import write_bytes, write_json
+from miniseries.metrics import locked, write_bytes, write_json
 
 ATTEMPTS = 6
 WAIT_SECONDS = 2.0  # before the second attempt; doubled each time
@@ -152,7 +150,7 @@ def fetch_file(
     private = Path(folder) / ".fetch" / target.name  # ours alone, so leftovers are easy to clear
     private.parent.mkdir(parents=True, exist_ok=True)
     retried = partial(_retry, what=what, attempts=attempts, wait_seconds=wait_seconds)
-    with FileLock(f"{private}.lock"):
+    with locked(private.with_name(f"{private.name}.lock")):
         shutil.rmtree(private, ignore_errors=True)
         try:
             remote = retried(partial(_ask, repository, filename, revision, repo_type))

@@ -15,14 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock
 
 from miniseries.data import corpus, fetch, foreign, hub_shards, origin, streams
 from miniseries.data.corpus import Findings, Part, Piece
 from miniseries.data.encode import gpt2_encoding
 from miniseries.data.questions import NUM_QUESTIONS, questions_from_shards
 from miniseries.data.shards import VAL_TOKENS, build_manifest, remove_other_shards
-from miniseries.metrics import die_with_parent, num_cores, read_json, write_json, write_text
+from miniseries.metrics import (
+    die_with_parent,
+    locked,
+    num_cores,
+    read_json,
+    write_json,
+    write_text,
+)
 
 ROUNDS = 3  # of a measurement
 STREAMS = ".streams"  # folder of notes and token streams, in the dataset's
@@ -52,7 +58,7 @@ def prepare_dataset(
     """
     folder, manifest = Path(folder), Path(manifest)
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / ".lock"):  # a second terminal waits instead of mixing its shards in
+    with locked(folder / ".lock"):  # a second terminal waits instead of mixing its shards in
         if dataset["source"] == "hub-shards":
             hub_shards.assemble_manifest(name, dataset, folder, manifest)
             return
@@ -99,7 +105,7 @@ class Text:
         if not self.is_remote:
             return streams.tokenize_part(part, *rest)
         self.streams.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.streams / f"{number:06d}.lock"):  # another command may be at it
+        with locked(self.streams / f"{number:06d}.lock"):  # another command may be at it
             note = self.note(number)
             if note and (is_note_enough or streams.has_streams(self.streams, number, note)):
                 return note
