@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from miniseries.data import corpus
 from miniseries.data.origin import check_origin
 from miniseries.data.prepare import prepare_dataset
 
@@ -49,6 +50,20 @@ def test_entry_that_would_write_over_the_tokens_of_a_run_is_refused(made):
     with pytest.raises(ValueError, match=r"other .*source.* tokens of run run"):
         ask(source="builtin", paths=[])
     assert ask() == ""
+
+
+def test_the_prose_that_comes_with_python_is_guarded_alike(tmp_path, monkeypatch):
+    texts = [(str(n), f"This is text {n}. It has two sentences, too.") for n in range(40)]
+    monkeypatch.setattr(corpus, "builtin_documents", lambda with_packages: iter(texts))
+    entry = {"source": "builtin", "val_fraction": 0.1}
+    folder = tmp_path / "d"
+    prepare_dataset("d", entry, folder, folder / "manifest.json", 1)
+    fingerprint = json.loads((folder / "manifest.json").read_text())["fingerprint"]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/settings.json").write_text(json.dumps({"data_fingerprint": fingerprint}))
+    with pytest.raises(ValueError, match=r"other val_fraction .* tokens of run run"):
+        check_origin("d", entry | {"val_fraction": 0.2}, folder, tmp_path)
+    assert check_origin("d", entry, folder, tmp_path) == ""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The files of one's own that a dataset was made of: whether they, or its entry, have changed."""
+"""What a dataset that is made here was made of: whether its entry, or files, have changed."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ NOTE = "entry.json"  # beside the manifest; no output of a rule, so Snakemake ne
 
 
 def describe_files(dataset: dict[str, Any]) -> dict[str, int]:
-    """Number, bytes, and newest time (ns) of the files of a `files` or `shards` dataset, else 0.
+    """Number, bytes, and newest time (ns) of the files of one's own, 0 where there are none.
 
     Raises:
         ValueError: a glob without a match, an unknown kind of file.

@@ -62,14 +62,12 @@ def prepare_dataset(
         if dataset["source"] == "hub-shards":
             hub_shards.assemble_manifest(name, dataset, folder, manifest)
             return
-        is_own = dataset["source"] in ("files", "shards")
-        files = origin.describe_files(dataset) if is_own else {}
+        files = origin.describe_files(dataset)
         if dataset["source"] == "shards":
             foreign.prepare_shards(name, dataset, folder, manifest)
         else:
             Text(name, dataset, folder).prepare(manifest, num_workers or num_cores())
-        if is_own:
-            origin.write_note(folder, dataset, files)
+        origin.write_note(folder, dataset, files)
 
 
 class Text:
