@@ -128,7 +128,7 @@ def export_model(marker: Path, folder: Path, dtype: str | None = None) -> None:
         ends = {"bos_token_id": DOCUMENT_MARK, "eos_token_id": DOCUMENT_MARK}
         write_json(temporary / "generation_config.json", ends)
         write_tokenizer(temporary, config.sequence_length)
-        card = model_card(info, recipe, run, training_scores(run))
+        card = model_card(info, recipe, run, training_scores(run, info["step"]))
         write_text(temporary / "README.md", card)
         write_json(temporary / "export.json", info)
 
