@@ -342,6 +342,17 @@ def test_an_export_replaces_what_a_killed_one_and_an_older_one_left(exported, ru
     assert {path.name for path in exported.parent.iterdir()} == {"small", ".small.lock"}
 
 
+def test_an_export_replaces_the_folder_that_a_link_leads_to(tmp_path, run):
+    (tmp_path / "disk" / "small").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "small")
+    for dtype in ("float32", "bfloat16", "float32", "bfloat16"):
+        export_model(run / "done.json", tmp_path / "link", dtype)
+        assert load_export(tmp_path / "disk" / "small")[1]["dtype"] == dtype
+    assert (tmp_path / "link").is_symlink()
+    names = {path.name for path in (tmp_path / "disk").iterdir()}
+    assert names == {"small", ".small.lock"}
+
+
 def test_an_empty_folder_made_beforehand_is_filled(tmp_path, run):
     (tmp_path / "out").mkdir()
     export_model(run / "done.json", tmp_path / "out")

@@ -49,6 +49,7 @@ def _replaced_folder(folder: Path) -> Iterator[Path]:
     `folder` may exist, empty (Snakemake makes it) or with an earlier export. Another export of the
     same model, of a second command or left by a killed one, is waited for.
     """
+    folder = folder.resolve()  # of a link to another disk the folder there is replaced
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder.with_name(f".{folder.name}.lock"))
     with lock, _exchanged(folder) as temporary:
