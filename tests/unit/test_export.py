@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from miniseries.data.encode import gpt2_encoding
 from miniseries.data.shards import build_manifest, describe_shard, file_sha256, write_shard
 from miniseries.evaluation import export
+from miniseries.evaluation.card import measured_scores
 from miniseries.evaluation.export import export_llmc, export_model, push_model
 from miniseries.evaluation.huggingface import load_export
 from miniseries.evaluation.llmc import read_model
@@ -227,6 +228,38 @@ def test_the_card_names_recipe_data_scores_cost_and_commit(tmp_path, run):
     assert info["num_parameters"] == trained_model().num_parameters
 
 
+def test_a_score_of_an_earlier_step_than_the_exported_one_says_so(tmp_path, run):
+    records = [{"kind": "val", "step": s, "val_loss_nats": 9 - s / 2} for s in (4, 8)]
+    records.append({"kind": "hellaswag", "step": 4, "num_correct": 2957, "num_items": 10042})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    export_model(run / "done.json", tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| validation loss | 5.0000 nats per token, at step 8 |" in card
+    assert "| HellaSwag | 2957 of 10042 by mean loss per token, at step 4 |" in card
+
+
+def test_the_card_s_rows_of_lm_eval_name_the_questions_and_have_their_errors():
+    loss = {"val_loss_nats": 3.2, "perplexity": 24.5, "dataset": "made"}
+    counts = dict.fromkeys(("acc", "acc_token_mean", "acc_characters"), 0.3)
+    choices = {"questions": "made-up questions", "llmc": counts, "harness": counts}
+    exact = {"exact_match_strict-match": 0.02, "exact_match_stderr_strict-match": 0.004}
+    exact |= {"exact_match_flexible-extract": 0.03, "exact_match_stderr_flexible-extract": 0.005}
+    right = {"shots": 0, "acc": 0.4, "acc_stderr": 0.01}
+    tasks = {
+        "gsm8k": {"shots": 5, "num_items": 1319, "data": "hub", **exact},
+        "hellaswag": {"num_items": 200, "data": "local", **right},
+        "arc_easy": {"num_items": 200, "data": "local", **right},
+    }
+    scores = measured_scores(loss, choices, tasks)
+    assert scores["lm-eval gsm8k, 5 examples, exact_match_strict-match"] == "2.00 ± 0.40 %"
+    assert scores["lm-eval gsm8k, 5 examples, exact_match_flexible-extract"] == "3.00 ± 0.50 %"
+    assert scores["made-up questions, lm-eval hellaswag, 0 examples, acc"] == "40.00 ± 1.00 %"
+    assert scores["lm-eval arc_easy, 0 examples, acc"] == "40.00 ± 1.00 %"
+    for theirs in ({"num_items": 10042, "data": "local"}, {"num_items": 200, "data": "hub"}):
+        scores = measured_scores(loss, choices, {"hellaswag": right | theirs})
+        assert scores["lm-eval hellaswag, 0 examples, acc"] == "40.00 ± 1.00 %"
+
+
 class FakeHub:
     """Notes what is uploaded."""
 
@@ -307,6 +340,17 @@ def test_an_export_replaces_what_a_killed_one_and_an_older_one_left(exported, ru
     assert load_export(exported)[1]["step"] == STEP
     assert not (exported / "stale.txt").exists()
     assert {path.name for path in exported.parent.iterdir()} == {"small", ".small.lock"}
+
+
+def test_an_export_replaces_the_folder_that_a_link_leads_to(tmp_path, run):
+    (tmp_path / "disk" / "small").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "small")
+    for dtype in ("float32", "bfloat16", "float32", "bfloat16"):
+        export_model(run / "done.json", tmp_path / "link", dtype)
+        assert load_export(tmp_path / "disk" / "small")[1]["dtype"] == dtype
+    assert (tmp_path / "link").is_symlink()
+    names = {path.name for path in (tmp_path / "disk").iterdir()}
+    assert names == {"small", ".small.lock"}
 
 
 def test_an_empty_folder_made_beforehand_is_filled(tmp_path, run):

@@ -1,11 +1,14 @@
 """lm-evaluation-harness on an export: the numbers of our own scoring, and of these weights."""
 
 import json
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 import torch
 from test_evaluation import made_questions
-from test_export import make_data, make_run, trained_model
+from test_export import change_json, make_data, make_run, trained_model
 
 from miniseries.evaluation import harness
 from miniseries.evaluation.export import export_model
@@ -26,6 +29,16 @@ def test_a_task_may_state_its_number_of_examples():
             continue
         with pytest.raises(ValueError, match="is no task; write hellaswag"):
             parse_task(text)
+
+
+def test_a_task_twice_is_refused_since_a_file_has_one_score_of_it(tmp_path):
+    assert harness.parse_tasks(["hellaswag@10", "mmlu"]) == [("hellaswag", 10), ("mmlu", 0)]
+    twice = ["hellaswag", "mmlu", "hellaswag@10"]
+    with pytest.raises(ValueError, match=r"^hellaswag: more than once among the tasks"):
+        run_harness(tmp_path, twice, tmp_path / "o", tmp_path / "i", 1)
+    (tmp_path / "o").write_text('{"tasks": {"hellaswag": {}, "mmlu": {}}}')
+    with pytest.raises(ValueError, match=r"^hellaswag: more than once among the tasks"):
+        harness.check_tasks(twice, tmp_path / "o")
 
 
 def test_data_on_this_machine_come_before_those_of_the_hub(tmp_path):
@@ -75,6 +88,60 @@ def run(export, folder, tasks=("hellaswag",), **options):
     )  # fmt: skip
     lines = (folder / "items.jsonl").read_text().splitlines()
     return read_json(folder / "harness.json"), [json.loads(line) for line in lines]
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """lm_eval's three entries; notes what is done in which order, and has no data of gsm8k."""
+    done, groups = [], {"mmlu": ["mmlu_law"]}
+
+    class Manager:
+        task_index = dict.fromkeys(("arc_easy", "gsm8k", "mmlu", "mmlu_law"))
+
+        def load(self, specs):
+            done.append(("load", specs[0]))
+            if specs == ["gsm8k"]:
+                raise ConnectionError("no data set\nmore lines")
+            held = groups.get(specs[0])
+            return {"tasks": dict.fromkeys(held or specs), "groups": specs if held else {}}
+
+    def evaluate(tasks, **_options):
+        done.append(("score", tasks[0]))
+        return {"results": {tasks[0]: {"acc,none": 0.5}}, "samples": {tasks[0]: []}}
+
+    contents = {
+        "lm_eval": {"simple_evaluate": evaluate, "__version__": "0"},
+        "lm_eval.tasks": {"TaskManager": Manager},
+        "lm_eval.models": {},
+        "lm_eval.models.huggingface": {"HFLM": lambda **options: done.append(("model", options))},
+    }
+    for name, content in contents.items():
+        module = ModuleType(name)
+        vars(module).update(content, __spec__=ModuleSpec(name, None))
+        monkeypatch.setitem(sys.modules, name, module)
+    return done
+
+
+def test_missing_data_of_the_last_task_are_found_before_the_first_is_scored(
+    tmp_path, exported, fake
+):
+    with pytest.raises(ValueError, match=r"^lm-eval's gsm8k: ConnectionError: no data set$"):
+        run(exported, tmp_path, ["arc_easy", "gsm8k@5"])
+    assert fake == [("load", "arc_easy"), ("load", "gsm8k")]
+
+
+def test_a_task_beside_the_group_that_holds_it_is_refused(tmp_path, exported, fake):
+    with pytest.raises(ValueError, match=r"^mmlu and mmlu_law both hold mmlu_law; leave one"):
+        run(exported, tmp_path, ["mmlu", "mmlu_law@5"])
+    assert "score" not in dict(fake)
+
+
+def test_lm_eval_takes_the_length_that_was_trained_not_the_positions(tmp_path, exported, fake):
+    change_json(exported / "config.json", n_positions=64, sequence_length=32)
+    found, _ = run(exported, tmp_path, ["arc_easy@3"])
+    assert dict(fake)["model"]["max_length"] == 32
+    scores = {"shots": 3, "num_items": 0, "data": "hub", "acc": 0.5}
+    assert found["tasks"] == {"arc_easy": scores}
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from miniseries.evaluation.choices import (
     encode_mmlu,
     encode_questions,
     question_set,
+    read_rows,
     right_answers,
 )
 from miniseries.evaluation.scoring import (
@@ -289,6 +290,13 @@ def test_mmlu_is_asked_as_llm_c_asks_it(tmp_path):
     last = first.candidates["mmlu"][3]
     assert encoding.decode(last.tokens) == "Question: Two plus two?\n\nAnswer: 4"
     assert encoding.decode(last.tokens[-last.num_ending :]) == " 4"
+
+
+def test_a_raw_line_separator_within_a_text_ends_no_line(tmp_path):
+    texts = [f"one{mark}two" for mark in "\u2028\u2029\x85"]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    (tmp_path / "rows.jsonl").write_bytes("\r\n".join([*lines, ""]).encode())
+    assert [row["text"] for row in read_rows(tmp_path / "rows.jsonl")] == texts
 
 
 @pytest.mark.parametrize(

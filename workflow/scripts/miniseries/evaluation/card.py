@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from miniseries.evaluation.choices import question_set
 from miniseries.reporting.runlog import Run, last
 
 HEAD = """---
@@ -29,15 +30,21 @@ def _share(value: float, stderr: float | None) -> str:
     return f"{100 * value:.2f}" + (f" ± {100 * stderr:.2f} %" if stderr is not None else " %")
 
 
-def training_scores(run: Run) -> dict[str, str]:
-    """The newest scores from training."""
-    loss = last(run.column("val", "val_loss_nats")[1])
-    scores = {} if loss is None else {"validation loss": f"{loss:.4f} nats per token"}
+def training_scores(run: Run, step: int) -> dict[str, str]:
+    """The newest scores from training; those of an earlier step than `step` say so."""
+    steps, losses = run.column("val", "val_loss_nats")
+    loss, scores = last(losses), {}
+    if loss is not None:
+        scores["validation loss"] = f"{loss:.4f} nats per token{_at(steps[-1], step)}"
     newest = (run.metrics.get("hellaswag") or [{}])[-1]
     if newest.get("num_items"):
         counted = f"{newest['num_correct']} of {newest['num_items']} by mean loss per token"
-        scores[run.questions] = counted
+        scores[run.questions] = counted + _at(newest["step"], step)
     return scores
+
+
+def _at(measured: float, exported: int) -> str:
+    return "" if measured == exported else f", at step {measured:.0f}"
 
 
 def measured_scores(
@@ -67,9 +74,22 @@ def measured_scores(
     for task, found in tasks.items():
         for metric, value in found.items():
             if metric.startswith(("acc", "exact_match")) and "stderr" not in metric:
-                label = f"lm-eval {task}, {found['shots']} examples, {metric}"
-                scores[label] = _share(value, found.get(f"{metric}_stderr"))
+                label = f"{_task_name(task, found)}, {found['shots']} examples, {metric}"
+                scores[label] = _share(value, _stderr(found, metric))
     return scores
+
+
+def _task_name(task: str, found: dict[str, Any]) -> str:
+    """lm-eval's name; its HellaSwag may have been asked the run's own questions instead."""
+    local = task == "hellaswag" and found.get("data") == "local"
+    asked = question_set(found["num_items"]) if local else "HellaSwag"
+    return f"lm-eval {task}" if asked == "HellaSwag" else f"{asked}, lm-eval {task}"
+
+
+def _stderr(found: dict[str, Any], metric: str) -> float | None:
+    """Of exact_match_strict-match it is exact_match_stderr_strict-match: the filter comes last."""
+    errors = (key for key in found if "_stderr" in key and key.replace("_stderr", "") == metric)
+    return found.get(next(errors, ""))
 
 
 def cost(run: Run) -> dict[str, Any]:

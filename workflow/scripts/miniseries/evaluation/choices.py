@@ -184,7 +184,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
             rows = parquet.read_table(path).to_pylist()
         else:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_bytes().splitlines()  # a str would be cut at a raw U+2028 as well
             rows = [json.loads(line) for line in lines if line.strip()]
     except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
         raise ValueError(f"{path}: cannot be read ({error})") from None

@@ -49,6 +49,7 @@ def _replaced_folder(folder: Path) -> Iterator[Path]:
     `folder` may exist, empty (Snakemake makes it) or with an earlier export. Another export of the
     same model, of a second command or left by a killed one, is waited for.
     """
+    folder = folder.resolve()  # of a link to another disk the folder there is replaced
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder.with_name(f".{folder.name}.lock"))
     with lock, _exchanged(folder) as temporary:
@@ -128,7 +129,7 @@ def export_model(marker: Path, folder: Path, dtype: str | None = None) -> None:
         ends = {"bos_token_id": DOCUMENT_MARK, "eos_token_id": DOCUMENT_MARK}
         write_json(temporary / "generation_config.json", ends)
         write_tokenizer(temporary, config.sequence_length)
-        card = model_card(info, recipe, run, training_scores(run))
+        card = model_card(info, recipe, run, training_scores(run, info["step"]))
         write_text(temporary / "README.md", card)
         write_json(temporary / "export.json", info)
 

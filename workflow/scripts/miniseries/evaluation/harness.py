@@ -8,8 +8,9 @@ import importlib.util
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -28,6 +29,15 @@ LEADERBOARD_METRICS = {
 }
 
 
+class ReadyTask(NamedTuple):
+    """A task whose data are here: its local files, if any, and what lm-eval loads it by."""
+
+    name: str
+    shots: int
+    files: dict[str, str]
+    spec: str
+
+
 def parse_task(text: str) -> tuple[str, int]:
     """Task and number of examples of `hellaswag` (0) or `hellaswag@10`.
 
@@ -38,6 +48,23 @@ def parse_task(text: str) -> tuple[str, int]:
     if not task or (shots and not shots.isdecimal()):
         raise ValueError(f"{text!r} is no task; write hellaswag, or hellaswag@10 for 10 examples")
     return task, int(shots or 0)
+
+
+def parse_tasks(texts: Sequence[str]) -> list[tuple[str, int]]:
+    """Each task and its number of examples.
+
+    Raises:
+        ValueError: as `parse_task`; a task twice, of which one score would displace the other.
+    """
+    tasks = [parse_task(text) for text in texts]
+    names = [name for name, _ in tasks]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(
+            f"{', '.join(twice)}: more than once among the tasks, but a file of scores holds a "
+            "task once; leave one of them"
+        )
+    return tasks
 
 
 def local_files(
@@ -117,7 +144,7 @@ def check_tasks(tasks: Sequence[str], scores: Path) -> None:
     """
     if scores.exists():
         known = read_json(scores)["tasks"]
-        wanted = [task for task, _ in map(parse_task, tasks)]
+        wanted = [task for task, _ in parse_tasks(tasks)]
         _task_manager([task for task in wanted if task not in known])
 
 
@@ -134,6 +161,71 @@ def _task_manager(names: Sequence[str]) -> Any:
     if unknown:
         raise ValueError(f"lm-eval has no task {', '.join(unknown)}; `lm_eval ls tasks` lists them")
     return manager
+
+
+@contextmanager
+def _told(task: str) -> Iterator[None]:
+    """Tell what goes wrong in one line that names the task."""
+    try:
+        yield
+    except Exception as error:  # lm-eval, datasets and the hub raise dozens of kinds
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"lm-eval's {task}: {type(error).__name__}: {reason}") from error
+
+
+def load_tasks(
+    manager: Any,
+    wanted: list[tuple[str, int]],
+    task_data: Path | None,
+    questions: Path | None,
+    folder: Path,
+) -> list[ReadyTask]:
+    """Load all tasks once: data that are missing are found before hours of scoring, not after.
+
+    Args:
+        folder: takes the descriptions of tasks on local files, which must outlive the scoring.
+
+    Raises:
+        ValueError: names the task that cannot be loaded, or two that share one.
+    """
+    ready, owners = [], {}
+    for task, shots in wanted:
+        files = local_files(task, shots, task_data, questions)
+        with _told(task):
+            spec = task
+            if files:
+                spec = _local_task(manager.task_index[task].yaml_path, task, files, folder)
+            loaded = manager.load([spec])
+        for name in [*loaded["tasks"], *loaded["groups"]]:
+            owner = owners.setdefault(name, task)
+            if owner != task:
+                raise ValueError(f"{owner} and {task} both hold {name}; leave one of them")
+        ready.append(ReadyTask(task, shots, files, spec))
+    return ready
+
+
+def _score_task(
+    model: Any, manager: Any, task: ReadyTask, limit: int | None
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Scores of a task, or of a group and its tasks, by name; and the lines of its items."""
+    import lm_eval
+
+    with _told(task.name):
+        results = lm_eval.simple_evaluate(
+            model=model,
+            tasks=[task.spec],
+            task_manager=manager,
+            num_fewshot=task.shots,
+            limit=limit,
+            use_cache=None,
+            cache_requests=False,
+        )
+    samples, found = results["samples"], {}
+    data = "local" if task.files else "hub"
+    for name, scores in {**results["results"], **results.get("groups", {})}.items():
+        num_items = len(samples[name]) if name in samples else None
+        found[name] = {"shots": task.shots, "num_items": num_items, "data": data} | _scores(scores)
+    return found, [line for name, answered in samples.items() for line in _items(name, answered)]
 
 
 def run_harness(
@@ -160,42 +252,30 @@ def run_harness(
         limit: questions of each task, for a trial.
 
     Raises:
-        ValueError: lm_eval is not installed, an unknown task, or a task whose data are not here.
+        ValueError: lm_eval is not installed, an unknown task, one that comes twice, or one whose
+            data are not here.
     """
-    wanted = [parse_task(task) for task in tasks]
+    wanted = parse_tasks(tasks)
     manager = _task_manager([task for task, _ in wanted])
-    read_config(export)
+    config = read_config(export)
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
-    place = str(choose_device(device))
-    model = HFLM(pretrained=str(export), dtype="auto", device=place, batch_size=batch_size)
     found: dict[str, dict[str, Any]] = {}
     lines: list[str] = []
-    for task, shots in wanted:
-        files = local_files(task, shots, task_data, questions)
-        with tempfile.TemporaryDirectory() as folder:
-            stock = manager.task_index[task].yaml_path
-            spec = _local_task(stock, task, files, Path(folder)) if files else task
-            try:
-                results = lm_eval.simple_evaluate(
-                    model=model,
-                    tasks=[spec],
-                    task_manager=manager,
-                    num_fewshot=shots,
-                    limit=limit,
-                    use_cache=None,
-                    cache_requests=False,
-                )
-            except Exception as error:  # lm-eval, datasets and the hub raise dozens of kinds
-                reason = str(error).strip().partition("\n")[0]
-                raise ValueError(f"lm-eval's {task}: {type(error).__name__}: {reason}") from error
-        for name, samples in results["samples"].items():
-            lines += _items(name, samples)
-        for name, scores in {**results["results"], **results.get("groups", {})}.items():
-            num_items = len(results["samples"][name]) if name in results["samples"] else None
-            record = {"shots": shots, "num_items": num_items, "data": "local" if files else "hub"}
-            found[name] = record | _scores(scores)
+    with tempfile.TemporaryDirectory() as folder:
+        ready = load_tasks(manager, wanted, task_data, questions, Path(folder))
+        model = HFLM(
+            pretrained=str(export),
+            dtype="auto",
+            device=str(choose_device(device)),
+            batch_size=batch_size,
+            max_length=config.sequence_length,  # positions beyond it were never trained
+        )
+        for task in ready:
+            scores, items = _score_task(model, manager, task, limit)
+            found |= scores
+            lines += items
     described = export / "export.json"
     known = read_json(described) if described.exists() else {}
     identity = {"model": export.resolve().name, "run": known.get("run"), "step": known.get("step")}
