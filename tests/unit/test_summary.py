@@ -116,7 +116,7 @@ def test_restarts_skips_and_divergences_are_counted(tmp_path):
     events = [{"kind": "restart", "step": 1}, {"kind": "divergence", "step": 1}]
     back = [{"kind": "rollback", "step": 0, "back_to": 0, "batches_skipped": n} for n in (4, 3)]
     skipped = [{**train(step), "skipped": step > 0} for step in range(3)]
-    make_run(tmp_path, "a", [*skipped, *events, events[1], *back])
+    make_run(tmp_path, "a", [*events, events[1], *back, *skipped])
     row = table_of(tmp_path).loc[0]
     keys = ("num_restarts", "num_updates_skipped", "num_divergences", "num_batches_skipped")
     assert [row[key] for key in keys] == ["1", "2", "2", "7"]
