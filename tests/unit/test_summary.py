@@ -144,6 +144,7 @@ def test_each_evaluated_step_has_a_row_as_the_run_was_then(tmp_path):
     assert (early["tokens_seen"], early["train_loss_nats"]) == ("1000", "6.0")
     assert (early["val_loss_nats"], early["bits_per_byte"]) == ("5.01", "1.5")
     assert (early["val_loss_step"], late["val_loss_step"]) == ("1", "2")
+    assert (early["status"], late["status"]) == ("finished", "finished")
     assert (late["model"], late["step"], late["val_loss_nats"]) == ("a", "2", "3.01")
 
 
@@ -165,6 +166,8 @@ def test_a_run_is_compared_with_our_own_measurement_of_gpt_2_item_by_item(tmp_pa
     settings["recipe"]["init_from"] = "openai-community/gpt2"
     write(tmp_path / "settings/gpt2.json", settings)
     write(tmp_path / "evaluate/gpt2/val_loss.json", {"val_loss_nats": 3.29})
+    for name in ("ours", "gpt2"):
+        write(tmp_path / f"evaluate/{name}/hellaswag.json", {"num_items": 20})
     # ten items that only ours has right, two that only the other has, and some that both have
     items_of(tmp_path / "evaluate/ours/hellaswag_items.jsonl", [1] * 10 + [0] * 2 + [1] * 8)
     items_of(tmp_path / "evaluate/gpt2/hellaswag_items.jsonl", [0] * 10 + [1] * 2 + [1] * 8)
@@ -178,6 +181,56 @@ def test_a_run_is_compared_with_our_own_measurement_of_gpt_2_item_by_item(tmp_pa
     assert (float(line["measured_here"]), line["run"]) == (3.29, "gpt2")
     assert (rows["source"] != "").all() and len(rows) > 25
     assert rows[rows["model"] == "GPT-3 125M"].iloc[0]["run"] == ""
+
+
+def test_scores_of_weights_that_are_gone_are_not_shown(tmp_path):
+    make_run(tmp_path, "a", [train(0), train(1), val(2, 3.5), DONE])
+    folder = tmp_path / "evaluate/a"
+    write(tmp_path / "export/a/export.json", {"weights_sha256": "new", "step": 2})
+    write(folder / "val_loss.json", {"weights_sha256": "old", "val_loss_nats": 3.0})
+    write(folder / "hellaswag.json", {"weights_sha256": "old", "llmc": {"acc_token_mean": 0.3}})
+    write(folder / "wikitext.json", {"weights_sha256": "old", "word_perplexity": 40.0})
+    write(folder / "mmlu.json", {"weights_sha256": "new", "acc": 0.26})
+    scores = {"piqa": {"shots": 0, "acc": 0.6}}
+    write(folder / "harness.json", {"weights_sha256": "old", "tasks": scores})
+    write(folder / "leaderboard.json", {"weights_sha256": "old", "leaderboard_mean": 0.3})
+    table = table_of(tmp_path)
+    row = table.loc[0]
+    assert (row["weights_sha256"], row["mmlu_acc"]) == ("new", "0.26")
+    assert (row["val_loss_nats"], row["val_loss_from"]) == ("3.5", "training")
+    gone = ["hellaswag_llmc_acc_token_mean", "wikitext_word_perplexity", "leaderboard_mean"]
+    assert [row[key] for key in gone] == ["", "", ""]
+    assert "lm_eval_piqa_0_shots_acc" not in table
+    (tmp_path / "export/a/export.json").unlink()  # then the validation loss tells the weights
+    row = table_of(tmp_path).loc[0]
+    assert (row["weights_sha256"], row["val_loss_nats"], row["mmlu_acc"]) == ("old", "3.0", "")
+
+
+def test_scores_of_a_run_that_was_begun_anew_are_not_shown(tmp_path):
+    make_run(tmp_path, "a", [train(0), train(1)], max_steps=9)
+    old = {"weights_sha256": "old", "step": 9}
+    write(tmp_path / "export/a/export.json", old)
+    for model in ("a", "a@8"):
+        write(tmp_path / f"evaluate/{model}/val_loss.json", {**old, "val_loss_nats": 3.0})
+    table = table_of(tmp_path)
+    assert table["model"].tolist() == ["a"]
+    assert (table.loc[0, "weights_sha256"], table.loc[0, "val_loss_nats"]) == ("", "")
+
+
+def test_answers_of_weights_that_are_gone_are_not_compared(tmp_path):
+    make_run(tmp_path, "ours", [train(0), DONE])
+    make_run(tmp_path, "gpt2", [val(0, 3.3), {"kind": "done", "step": 0}], max_steps=0)
+    settings = json.loads((tmp_path / "settings/gpt2.json").read_text())
+    settings["recipe"]["init_from"] = "openai-community/gpt2"
+    write(tmp_path / "settings/gpt2.json", settings)
+    for name in ("ours", "gpt2"):
+        write(tmp_path / f"export/{name}/export.json", {"weights_sha256": f"{name} now"})
+        answered = {"weights_sha256": f"{name} now", "num_items": 20}
+        write(tmp_path / f"evaluate/{name}/hellaswag.json", answered)
+        items_of(tmp_path / f"evaluate/{name}/hellaswag_items.jsonl", [1] * 20)
+    assert table_of(tmp_path).loc[1, "paired_p_value_against_baseline"] == "1.0"
+    write(tmp_path / "export/gpt2/export.json", {"weights_sha256": "other"})
+    assert table_of(tmp_path).loc[1, "paired_p_value_against_baseline"] == ""
 
 
 def test_a_published_share_is_compared_by_its_count(tmp_path):
