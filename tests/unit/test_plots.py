@@ -176,6 +176,9 @@ def test_no_crossing_is_claimed_on_other_text_or_other_questions():
     score = find_baseline(run.size, "hellaswag_llmc_acc_token_mean", run.questions)
     assert first_step_past(run, loss, "val") is None
     assert first_step_past(run, score, "hellaswag") is None
+    medium = run_of(val_record(50, 2.9), dataset="fineweb-edu", shape=SIZES["350M"])
+    loss = find_baseline("350M", "val_loss_nats", medium.data_set)
+    assert (loss.data_set, first_step_past(medium, loss, "val")) == ("FineWeb", None)
 
 
 def test_a_resumed_log_shows_every_step_once(tmp_path):

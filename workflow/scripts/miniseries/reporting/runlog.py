@@ -272,17 +272,17 @@ def score_baseline(run: Run, metric: str = "hellaswag_llmc_acc_token_mean") -> B
 def first_step_past(run: Run, line: Baseline | None, kind: str) -> int | None:
     """The first step with a `val` loss below, or a `hellaswag` accuracy above, the line.
 
-    None when there is none, and when the comparison would mean nothing: a loss on data that no
-    published figure is about, or an accuracy on other questions than HellaSwag's.
+    None when there is none, and when the comparison would mean nothing: a loss on other text than
+    the line's, or an accuracy on other questions than HellaSwag's.
     """
-    if line is None:
+    if line is None or not line.same_data:
         return None
     if kind == "val":
         steps, values = run.column("val", "val_loss_nats")
-        past = (values < line.value) & (run.data_set in DATA_SETS)
+        past = values < line.value
     else:
         steps, values = run.column("hellaswag", "acc_norm_token_mean")
-        past = (values > line.value) & line.same_data
+        past = values > line.value
     return int(steps[past][0]) if past.any() else None
 
 
