@@ -17,8 +17,9 @@ def write(path, content):
     path.write_text(json.dumps(content))
 
 
-def make_run(results, name, records, max_steps=2, dataset="fineweb-edu"):
+def make_run(results, name, records, max_steps=2, dataset="fineweb-edu", **changes):
     recipe = {"dataset": dataset, "total_batch_tokens": 1000, "max_steps": max_steps, **SMALLEST}
+    recipe |= changes
     write(results / f"settings/{name}.json", {"recipe": recipe})
     folder = results / "train" / name
     folder.mkdir(parents=True)
@@ -159,12 +160,14 @@ def items_of(path, answers):
     path.write_text("".join(lines))
 
 
+def measure_gpt2(results, name, init_from="openai-community/gpt2"):
+    records = [val(0, 3.3), {"kind": "done", "step": 0}]
+    make_run(results, name, records, max_steps=0, init_from=init_from)
+
+
 def test_a_run_is_compared_with_our_own_measurement_of_gpt_2_item_by_item(tmp_path):
     make_run(tmp_path, "ours", [train(0), val(2, 3.0), DONE])
-    make_run(tmp_path, "gpt2", [val(0, 3.3), {"kind": "done", "step": 0}], max_steps=0)
-    settings = json.loads((tmp_path / "settings/gpt2.json").read_text())
-    settings["recipe"]["init_from"] = "openai-community/gpt2"
-    write(tmp_path / "settings/gpt2.json", settings)
+    measure_gpt2(tmp_path, "gpt2")
     write(tmp_path / "evaluate/gpt2/val_loss.json", {"val_loss_nats": 3.29})
     for name in ("ours", "gpt2"):
         write(tmp_path / f"evaluate/{name}/hellaswag.json", {"num_items": 20})
@@ -181,6 +184,50 @@ def test_a_run_is_compared_with_our_own_measurement_of_gpt_2_item_by_item(tmp_pa
     assert (float(line["measured_here"]), line["run"]) == (3.29, "gpt2")
     assert (rows["source"] != "").all() and len(rows) > 25
     assert rows[rows["model"] == "GPT-3 125M"].iloc[0]["run"] == ""
+
+
+@pytest.mark.parametrize(
+    ("init_from", "is_gpt2"),
+    [
+        ("openai-community/gpt2@main", True),
+        ("/data/gpt2/", True),
+        ("./weights/openai-community--gpt2/config.json", True),
+        ("/hub/models--openai-community--gpt2/snapshots/607a30d7", True),
+        ("/llm.c/gpt2_124M_bf16.bin", True),
+        ("someone/gpt2", False),
+        ("openai-community/gpt2-tuned", False),
+        ("./gpt2-tuned", False),
+        ("ours@2", False),
+        ("gpt2", False),
+    ],
+)
+def test_gpt_2_is_what_openai_published(tmp_path, init_from, is_gpt2):
+    make_run(tmp_path, "ours", [train(0), val(2, 3.0), DONE])
+    measure_gpt2(tmp_path, "theirs", init_from)
+    assert table_of(tmp_path).loc[0, "baseline_run"] == ("theirs" if is_gpt2 else "")
+    rows = pd.read_csv(tmp_path / "baselines.tsv", sep="\t", keep_default_na=False)
+    assert rows[rows["published"] == 3.2924].iloc[0]["run"] == ("theirs" if is_gpt2 else "")
+
+
+@pytest.mark.parametrize(
+    ("init_from", "max_steps", "num_steps", "is_shown"),
+    [
+        ("openai-community/gpt2-xl", 1000, 1000, True),
+        ("openai-community/gpt2-xl", 1000, 500, False),
+        ("openai-community/gpt2-xl", 5000, 5000, False),
+        ("mine/gpt2-xl", 1000, 1000, False),
+    ],
+)
+def test_the_fine_tuned_gpt_2_is_openai_s_after_a_thousand_steps(
+    tmp_path, init_from, max_steps, num_steps, is_shown
+):
+    shape = {"num_layers": 48, "num_heads": 25, "channels": 1600}
+    records = [train(num_steps - 1), val(num_steps, 2.6)]
+    make_run(tmp_path, "t", records, max_steps=max_steps, init_from=init_from, **shape)
+    table_of(tmp_path)
+    rows = pd.read_csv(tmp_path / "baselines.tsv", sep="\t", keep_default_na=False)
+    (line,) = rows[rows["metric"] == "finetuned_val_loss_nats"].to_dict("records")
+    assert (line["run"], line["measured_here"]) == (("t", "2.6") if is_shown else ("", ""))
 
 
 def test_scores_of_weights_that_are_gone_are_not_shown(tmp_path):
@@ -219,10 +266,7 @@ def test_scores_of_a_run_that_was_begun_anew_are_not_shown(tmp_path):
 
 def test_answers_of_weights_that_are_gone_are_not_compared(tmp_path):
     make_run(tmp_path, "ours", [train(0), DONE])
-    make_run(tmp_path, "gpt2", [val(0, 3.3), {"kind": "done", "step": 0}], max_steps=0)
-    settings = json.loads((tmp_path / "settings/gpt2.json").read_text())
-    settings["recipe"]["init_from"] = "openai-community/gpt2"
-    write(tmp_path / "settings/gpt2.json", settings)
+    measure_gpt2(tmp_path, "gpt2")
     for name in ("ours", "gpt2"):
         write(tmp_path / f"export/{name}/export.json", {"weights_sha256": f"{name} now"})
         answered = {"weights_sha256": f"{name} now", "num_items": 20}

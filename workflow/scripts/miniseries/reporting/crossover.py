@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,15 @@ from miniseries.reporting.runlog import (
 )
 
 PROMPT, WAY = "llmc", "acc_token_mean"  # what GPT-2's published accuracies were counted by
+
+FINETUNED_STEPS = 1000  # of llm.c's fine-tuned GPT-2
+# OpenAI's weights as `init_from:` names them: of the hub, a folder of that name, llm.c's file
+OPENAI_WEIGHTS = re.compile(
+    r"openai-community/gpt2(-medium|-large|-xl)?(@[\w.-]+)?"
+    r"|[./](.*/)?(\S*openai-community--)?gpt2(-medium|-large|-xl)?(/snapshots/\w+)?"
+    r"(/|/config\.json)?"
+    r"|[./](.*/)?gpt2_(124M|355M|774M|1558M)(_bf16)?\.bin"
+)
 
 
 def mcnemar_p_value(ours: np.ndarray, theirs: np.ndarray) -> float:
@@ -72,6 +82,11 @@ def is_measured_only(run: Run) -> bool:
     return bool(run.recipe.get("init_from")) and run.recipe.get("max_steps") == 0
 
 
+def starts_from_openai(run: Run) -> bool:
+    """Whether a run begins with weights that OpenAI published, by the name that it gives them."""
+    return bool(OPENAI_WEIGHTS.fullmatch(str(run.recipe.get("init_from"))))
+
+
 def has_shape_of(run: Run, other: Run) -> bool:
     """Whether two runs have models of the same shape."""
     keys = ("num_layers", "num_heads", "channels")
@@ -79,8 +94,9 @@ def has_shape_of(run: Run, other: Run) -> bool:
 
 
 def baseline_of(run: Run, runs: list[Run]) -> Run | None:
-    """The measured-only run to compare a run with: of its shape and, if possible, its data."""
-    found = [r for r in runs if is_measured_only(r) and has_shape_of(r, run) and r != run]
+    """Our measurement of the GPT-2 of a run's shape, if possible on its data."""
+    gpt2 = [r for r in runs if is_measured_only(r) and starts_from_openai(r)]
+    found = [r for r in gpt2 if has_shape_of(r, run) and r != run]
     return min(found, key=lambda r: (r.data_set != run.data_set, r.name), default=None)
 
 
@@ -90,8 +106,9 @@ def baseline_rows(runs: list[Run], rows: list[dict[str, Any]]) -> list[dict[str,
     Args:
         rows: the summary's; their columns carry the names of the published metrics.
     """
-    own = [run for run in runs if is_measured_only(run)]
-    tuned = [r for r in runs if r.recipe.get("init_from") and not is_measured_only(r)]
+    gpt2 = [run for run in runs if starts_from_openai(run)]
+    own = [run for run in gpt2 if is_measured_only(run)]
+    tuned = [r for r in gpt2 if r.recipe.get("max_steps") == r.num_steps == FINETUNED_STEPS]
     by_run = {row["model"]: row for row in rows}
     table = []
     for entry in published()["baselines"]:
