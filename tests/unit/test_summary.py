@@ -6,6 +6,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from miniseries.reporting.crossover import paired_p_value
 from miniseries.reporting.summary import write_summary
 
 SCRIPTS = Path(__file__).parents[2] / "workflow/scripts"
@@ -149,12 +150,13 @@ def test_each_evaluated_step_has_a_row_as_the_run_was_then(tmp_path):
     assert (late["model"], late["step"], late["val_loss_nats"]) == ("a", "2", "3.01")
 
 
-def items_of(path, answers):
+def items_of(path, answers, num_characters=1):
     """A log of items in which these are answered right; the first candidate is the true one."""
     lines = []
     for right in answers:
         nats = [1.0, 2.0, 3.0, 4.0] if right else [2.0, 1.0, 3.0, 4.0]
-        entry = {"label": 0, "nats": nats, "num_tokens": [1] * 4, "num_characters": [1] * 4}
+        entry = {"label": 0, "nats": nats, "num_tokens": [1] * 4}
+        entry["num_characters"] = [num_characters] * 4
         lines.append(json.dumps({"llmc": entry}) + "\n")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(lines))
@@ -184,6 +186,15 @@ def test_a_run_is_compared_with_our_own_measurement_of_gpt_2_item_by_item(tmp_pa
     assert (float(line["measured_here"]), line["run"]) == (3.29, "gpt2")
     assert (rows["source"] != "").all() and len(rows) > 25
     assert rows[rows["model"] == "GPT-3 125M"].iloc[0]["run"] == ""
+
+
+def test_answers_to_other_questions_are_not_compared(tmp_path):
+    ours, theirs, others = (tmp_path / name for name in "abc")
+    items_of(ours, [1, 0, 1])
+    items_of(theirs, [1, 1, 0])
+    items_of(others, [1, 1, 0], num_characters=7)
+    assert paired_p_value(ours, theirs) == 1.0
+    assert paired_p_value(ours, others) is None
 
 
 @pytest.mark.parametrize(
