@@ -153,6 +153,14 @@ def test_a_baseline_on_the_same_data_is_preferred_and_another_is_said_to_be_othe
         ("mine", {"paths": ["edu_fineweb_train_*.bin"]}, "FineWeb-Edu"),
         ("fineweb-10b", {"lr_schedule": "x"}, "FineWeb"),
         ("builtin", {}, "builtin"),
+        ("fineweb10B-gpt2", {}, "FineWeb"),
+        ("fineweb-20b", {}, "FineWeb"),
+        ("fineweb-2.5b", {}, "FineWeb"),
+        ("fineweb-2", {}, "fineweb-2"),
+        ("mine", {"repository": "HuggingFaceFW/fineweb-2"}, "mine"),
+        ("fineweb2-fra", {}, "fineweb2-fra"),
+        ("finewebs", {}, "finewebs"),
+        ("mine", {"repository": "HuggingFaceFW/fineweb-edu-score-2"}, "mine"),
     ],
 )
 def test_the_data_set_is_recognised_by_its_name_or_its_source(dataset, data, known):

@@ -26,6 +26,8 @@ DATA_SETS = {  # as named in baselines.json; looked for in a data set's name and
     "FineWeb": r"fine_?web",
     "OpenWebText": r"openwebtext",
 }
+# other texts of similar names; `fineweb-2b` and `fineweb20b` are 2 and 20 billion of its tokens
+OTHER_TEXTS = r"fine_?web(s|[-_]?2(?![\d.]*b|\d)|[-_]?edu[-_]?(score|chinese))"
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,8 @@ class Run:
         """What the run trains on, by the name that `baselines.json` uses if it is in there."""
         name = str(self.recipe.get("dataset", "unknown data"))
         text = f"{name} {json.dumps(self.recipe.get('data'))}".lower()
+        if re.search(OTHER_TEXTS, text):
+            return name
         return next((known for known, seen in DATA_SETS.items() if re.search(seen, text)), name)
 
     @property
