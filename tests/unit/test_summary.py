@@ -188,6 +188,16 @@ def test_a_run_is_compared_with_our_own_measurement_of_gpt_2_item_by_item(tmp_pa
     assert rows[rows["model"] == "GPT-3 125M"].iloc[0]["run"] == ""
 
 
+@pytest.mark.parametrize(("num_items", "shown"), [(14042, "0.2722"), (100, "")])
+def test_the_measured_mmlu_stands_beside_the_published_one(tmp_path, num_items, shown):
+    measure_gpt2(tmp_path, "gpt2")
+    scores = {"num_items": num_items, "acc": 0.2558, "acc_token_mean": 0.2722}
+    write(tmp_path / "evaluate/gpt2/mmlu.json", scores)
+    table_of(tmp_path)
+    rows = pd.read_csv(tmp_path / "baselines.tsv", sep="\t", dtype=str, keep_default_na=False)
+    assert rows[rows["published"] == "0.2721"].iloc[0]["measured_here"] == shown
+
+
 def test_answers_to_other_questions_are_not_compared(tmp_path):
     ours, theirs, others = (tmp_path / name for name in "abc")
     items_of(ours, [1, 0, 1])

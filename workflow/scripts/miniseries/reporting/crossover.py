@@ -21,6 +21,7 @@ from miniseries.reporting.runlog import (
 
 PROMPT, WAY = "llmc", "acc_token_mean"  # what GPT-2's published accuracies were counted by
 
+MMLU_ITEMS = 14042  # of its test part, which the published accuracies are about
 FINETUNED_STEPS = 1000  # of llm.c's fine-tuned GPT-2
 # OpenAI's weights as `init_from:` names them: of the hub, a folder of that name, llm.c's file
 OPENAI_WEIGHTS = re.compile(
@@ -104,6 +105,12 @@ def baseline_of(run: Run, runs: list[Run]) -> Run | None:
     return min(found, key=lambda r: (r.data_set != run.data_set, r.name), default=None)
 
 
+def _measured_on(run: Run, row: dict[str, Any]) -> set[str | None]:
+    """The data sets, as `baselines.json` names them, of a run's loss and answers."""
+    mmlu = {"MMLU"} if row.get("mmlu_num_items") == MMLU_ITEMS else set()
+    return {run.data_set, row.get("questions")} | mmlu
+
+
 def baseline_rows(runs: list[Run], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every published figure with its source, and beside it what we measured of that model.
 
@@ -124,7 +131,7 @@ def baseline_rows(runs: list[Run], rows: list[dict[str, Any]]) -> list[dict[str,
             for run in candidates
             if entry["model"].startswith("GPT-2")
             and all(run.recipe.get(k) == shape[k] for k in ("num_layers", "num_heads", "channels"))
-            and entry["data_set"] in (run.data_set, by_run[run.name].get("questions"))
+            and entry["data_set"] in _measured_on(run, by_run[run.name])
         ]
         row = by_run[match[0].name] if match else {}
         table.append(
