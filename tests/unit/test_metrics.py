@@ -63,6 +63,25 @@ def test_what_happened_at_the_same_step_again_counts_again(tmp_path):
     assert [r["val_loss_nats"] for r in found["val"]] == [3]
 
 
+def test_a_rollback_takes_back_what_was_done_after_its_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for kind, step in [("start", 0), ("restart", 5), ("start", 5), ("ranges", 6), ("stop", 7)]:
+        append_record(path, kind, step=step)
+    for step in range(7):
+        append_record(path, "train", step=step, train_loss_nats=9.0)
+        append_record(path, "val", step=step + 1, val_loss_nats=9.0)
+    append_record(path, "divergence", step=7)
+    append_record(path, "rollback", step=4, back_to=4)
+    append_record(path, "train", step=4, train_loss_nats=2.0)
+    found = read_metrics(path)
+    losses = [(r["step"], r["train_loss_nats"]) for r in found["train"]]
+    assert losses == [(0, 9.0), (1, 9.0), (2, 9.0), (3, 9.0), (4, 2.0)]
+    assert [r["step"] for r in found["val"]] == [1, 2, 3, 4]
+    assert "ranges" not in found and "stop" not in found
+    assert [r["step"] for r in found["start"]] == [0, 5]  # of the process that went back, too
+    assert [found[kind][0]["step"] for kind in ("restart", "divergence", "rollback")] == [5, 7, 4]
+
+
 def test_damaged_json_names_the_file_and_the_remedy(tmp_path):
     path = tmp_path / "damaged.json"
     path.write_text(json.dumps({"a": 1})[:-1])

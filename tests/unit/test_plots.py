@@ -153,6 +153,14 @@ def test_a_baseline_on_the_same_data_is_preferred_and_another_is_said_to_be_othe
         ("mine", {"paths": ["edu_fineweb_train_*.bin"]}, "FineWeb-Edu"),
         ("fineweb-10b", {"lr_schedule": "x"}, "FineWeb"),
         ("builtin", {}, "builtin"),
+        ("fineweb10B-gpt2", {}, "FineWeb"),
+        ("fineweb-20b", {}, "FineWeb"),
+        ("fineweb-2.5b", {}, "FineWeb"),
+        ("fineweb-2", {}, "fineweb-2"),
+        ("mine", {"repository": "HuggingFaceFW/fineweb-2"}, "mine"),
+        ("fineweb2-fra", {}, "fineweb2-fra"),
+        ("finewebs", {}, "finewebs"),
+        ("mine", {"repository": "HuggingFaceFW/fineweb-edu-score-2"}, "mine"),
     ],
 )
 def test_the_data_set_is_recognised_by_its_name_or_its_source(dataset, data, known):
@@ -176,6 +184,9 @@ def test_no_crossing_is_claimed_on_other_text_or_other_questions():
     score = find_baseline(run.size, "hellaswag_llmc_acc_token_mean", run.questions)
     assert first_step_past(run, loss, "val") is None
     assert first_step_past(run, score, "hellaswag") is None
+    medium = run_of(val_record(50, 2.9), dataset="fineweb-edu", shape=SIZES["350M"])
+    loss = find_baseline("350M", "val_loss_nats", medium.data_set)
+    assert (loss.data_set, first_step_past(medium, loss, "val")) == ("FineWeb", None)
 
 
 def test_a_resumed_log_shows_every_step_once(tmp_path):

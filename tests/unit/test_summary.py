@@ -6,6 +6,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from miniseries.reporting.crossover import paired_p_value
 from miniseries.reporting.summary import write_summary
 
 SCRIPTS = Path(__file__).parents[2] / "workflow/scripts"
@@ -17,8 +18,9 @@ def write(path, content):
     path.write_text(json.dumps(content))
 
 
-def make_run(results, name, records, max_steps=2, dataset="fineweb-edu"):
+def make_run(results, name, records, max_steps=2, dataset="fineweb-edu", **changes):
     recipe = {"dataset": dataset, "total_batch_tokens": 1000, "max_steps": max_steps, **SMALLEST}
+    recipe |= changes
     write(results / f"settings/{name}.json", {"recipe": recipe})
     folder = results / "train" / name
     folder.mkdir(parents=True)
@@ -116,7 +118,7 @@ def test_restarts_skips_and_divergences_are_counted(tmp_path):
     events = [{"kind": "restart", "step": 1}, {"kind": "divergence", "step": 1}]
     back = [{"kind": "rollback", "step": 0, "back_to": 0, "batches_skipped": n} for n in (4, 3)]
     skipped = [{**train(step), "skipped": step > 0} for step in range(3)]
-    make_run(tmp_path, "a", [*skipped, *events, events[1], *back])
+    make_run(tmp_path, "a", [*events, events[1], *back, *skipped])
     row = table_of(tmp_path).loc[0]
     keys = ("num_restarts", "num_updates_skipped", "num_divergences", "num_batches_skipped")
     assert [row[key] for key in keys] == ["1", "2", "2", "7"]
@@ -144,27 +146,33 @@ def test_each_evaluated_step_has_a_row_as_the_run_was_then(tmp_path):
     assert (early["tokens_seen"], early["train_loss_nats"]) == ("1000", "6.0")
     assert (early["val_loss_nats"], early["bits_per_byte"]) == ("5.01", "1.5")
     assert (early["val_loss_step"], late["val_loss_step"]) == ("1", "2")
+    assert (early["status"], late["status"]) == ("finished", "finished")
     assert (late["model"], late["step"], late["val_loss_nats"]) == ("a", "2", "3.01")
 
 
-def items_of(path, answers):
+def items_of(path, answers, num_characters=1):
     """A log of items in which these are answered right; the first candidate is the true one."""
     lines = []
     for right in answers:
         nats = [1.0, 2.0, 3.0, 4.0] if right else [2.0, 1.0, 3.0, 4.0]
-        entry = {"label": 0, "nats": nats, "num_tokens": [1] * 4, "num_characters": [1] * 4}
+        entry = {"label": 0, "nats": nats, "num_tokens": [1] * 4}
+        entry["num_characters"] = [num_characters] * 4
         lines.append(json.dumps({"llmc": entry}) + "\n")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(lines))
 
 
+def measure_gpt2(results, name, init_from="openai-community/gpt2"):
+    records = [val(0, 3.3), {"kind": "done", "step": 0}]
+    make_run(results, name, records, max_steps=0, init_from=init_from)
+
+
 def test_a_run_is_compared_with_our_own_measurement_of_gpt_2_item_by_item(tmp_path):
     make_run(tmp_path, "ours", [train(0), val(2, 3.0), DONE])
-    make_run(tmp_path, "gpt2", [val(0, 3.3), {"kind": "done", "step": 0}], max_steps=0)
-    settings = json.loads((tmp_path / "settings/gpt2.json").read_text())
-    settings["recipe"]["init_from"] = "openai-community/gpt2"
-    write(tmp_path / "settings/gpt2.json", settings)
+    measure_gpt2(tmp_path, "gpt2")
     write(tmp_path / "evaluate/gpt2/val_loss.json", {"val_loss_nats": 3.29})
+    for name in ("ours", "gpt2"):
+        write(tmp_path / f"evaluate/{name}/hellaswag.json", {"num_items": 20})
     # ten items that only ours has right, two that only the other has, and some that both have
     items_of(tmp_path / "evaluate/ours/hellaswag_items.jsonl", [1] * 10 + [0] * 2 + [1] * 8)
     items_of(tmp_path / "evaluate/gpt2/hellaswag_items.jsonl", [0] * 10 + [1] * 2 + [1] * 8)
@@ -178,6 +186,116 @@ def test_a_run_is_compared_with_our_own_measurement_of_gpt_2_item_by_item(tmp_pa
     assert (float(line["measured_here"]), line["run"]) == (3.29, "gpt2")
     assert (rows["source"] != "").all() and len(rows) > 25
     assert rows[rows["model"] == "GPT-3 125M"].iloc[0]["run"] == ""
+
+
+@pytest.mark.parametrize(("num_items", "shown"), [(14042, "0.2722"), (100, "")])
+def test_the_measured_mmlu_stands_beside_the_published_one(tmp_path, num_items, shown):
+    measure_gpt2(tmp_path, "gpt2")
+    scores = {"num_items": num_items, "acc": 0.2558, "acc_token_mean": 0.2722}
+    write(tmp_path / "evaluate/gpt2/mmlu.json", scores)
+    table_of(tmp_path)
+    rows = pd.read_csv(tmp_path / "baselines.tsv", sep="\t", dtype=str, keep_default_na=False)
+    assert rows[rows["published"] == "0.2721"].iloc[0]["measured_here"] == shown
+
+
+def test_answers_to_other_questions_are_not_compared(tmp_path):
+    ours, theirs, others = (tmp_path / name for name in "abc")
+    items_of(ours, [1, 0, 1])
+    items_of(theirs, [1, 1, 0])
+    items_of(others, [1, 1, 0], num_characters=7)
+    assert paired_p_value(ours, theirs) == 1.0
+    assert paired_p_value(ours, others) is None
+
+
+@pytest.mark.parametrize(
+    ("init_from", "is_gpt2"),
+    [
+        ("openai-community/gpt2@main", True),
+        ("/data/gpt2/", True),
+        ("./weights/openai-community--gpt2/config.json", True),
+        ("/hub/models--openai-community--gpt2/snapshots/607a30d7", True),
+        ("/llm.c/gpt2_124M_bf16.bin", True),
+        ("someone/gpt2", False),
+        ("openai-community/gpt2-tuned", False),
+        ("./gpt2-tuned", False),
+        ("ours@2", False),
+        ("gpt2", False),
+    ],
+)
+def test_gpt_2_is_what_openai_published(tmp_path, init_from, is_gpt2):
+    make_run(tmp_path, "ours", [train(0), val(2, 3.0), DONE])
+    measure_gpt2(tmp_path, "theirs", init_from)
+    assert table_of(tmp_path).loc[0, "baseline_run"] == ("theirs" if is_gpt2 else "")
+    rows = pd.read_csv(tmp_path / "baselines.tsv", sep="\t", keep_default_na=False)
+    assert rows[rows["published"] == 3.2924].iloc[0]["run"] == ("theirs" if is_gpt2 else "")
+
+
+@pytest.mark.parametrize(
+    ("init_from", "max_steps", "num_steps", "is_shown"),
+    [
+        ("openai-community/gpt2-xl", 1000, 1000, True),
+        ("openai-community/gpt2-xl", 1000, 500, False),
+        ("openai-community/gpt2-xl", 5000, 5000, False),
+        ("mine/gpt2-xl", 1000, 1000, False),
+    ],
+)
+def test_the_fine_tuned_gpt_2_is_openai_s_after_a_thousand_steps(
+    tmp_path, init_from, max_steps, num_steps, is_shown
+):
+    shape = {"num_layers": 48, "num_heads": 25, "channels": 1600}
+    records = [train(num_steps - 1), val(num_steps, 2.6)]
+    make_run(tmp_path, "t", records, max_steps=max_steps, init_from=init_from, **shape)
+    table_of(tmp_path)
+    rows = pd.read_csv(tmp_path / "baselines.tsv", sep="\t", keep_default_na=False)
+    (line,) = rows[rows["metric"] == "finetuned_val_loss_nats"].to_dict("records")
+    assert (line["run"], line["measured_here"]) == (("t", "2.6") if is_shown else ("", ""))
+
+
+def test_scores_of_weights_that_are_gone_are_not_shown(tmp_path):
+    make_run(tmp_path, "a", [train(0), train(1), val(2, 3.5), DONE])
+    folder = tmp_path / "evaluate/a"
+    write(tmp_path / "export/a/export.json", {"weights_sha256": "new", "step": 2})
+    write(folder / "val_loss.json", {"weights_sha256": "old", "val_loss_nats": 3.0})
+    write(folder / "hellaswag.json", {"weights_sha256": "old", "llmc": {"acc_token_mean": 0.3}})
+    write(folder / "wikitext.json", {"weights_sha256": "old", "word_perplexity": 40.0})
+    write(folder / "mmlu.json", {"weights_sha256": "new", "acc": 0.26})
+    scores = {"piqa": {"shots": 0, "acc": 0.6}}
+    write(folder / "harness.json", {"weights_sha256": "old", "tasks": scores})
+    write(folder / "leaderboard.json", {"weights_sha256": "old", "leaderboard_mean": 0.3})
+    table = table_of(tmp_path)
+    row = table.loc[0]
+    assert (row["weights_sha256"], row["mmlu_acc"]) == ("new", "0.26")
+    assert (row["val_loss_nats"], row["val_loss_from"]) == ("3.5", "training")
+    gone = ["hellaswag_llmc_acc_token_mean", "wikitext_word_perplexity", "leaderboard_mean"]
+    assert [row[key] for key in gone] == ["", "", ""]
+    assert "lm_eval_piqa_0_shots_acc" not in table
+    (tmp_path / "export/a/export.json").unlink()  # then the validation loss tells the weights
+    row = table_of(tmp_path).loc[0]
+    assert (row["weights_sha256"], row["val_loss_nats"], row["mmlu_acc"]) == ("old", "3.0", "")
+
+
+def test_scores_of_a_run_that_was_begun_anew_are_not_shown(tmp_path):
+    make_run(tmp_path, "a", [train(0), train(1)], max_steps=9)
+    old = {"weights_sha256": "old", "step": 9}
+    write(tmp_path / "export/a/export.json", old)
+    for model in ("a", "a@8"):
+        write(tmp_path / f"evaluate/{model}/val_loss.json", {**old, "val_loss_nats": 3.0})
+    table = table_of(tmp_path)
+    assert table["model"].tolist() == ["a"]
+    assert (table.loc[0, "weights_sha256"], table.loc[0, "val_loss_nats"]) == ("", "")
+
+
+def test_answers_of_weights_that_are_gone_are_not_compared(tmp_path):
+    make_run(tmp_path, "ours", [train(0), DONE])
+    measure_gpt2(tmp_path, "gpt2")
+    for name in ("ours", "gpt2"):
+        write(tmp_path / f"export/{name}/export.json", {"weights_sha256": f"{name} now"})
+        answered = {"weights_sha256": f"{name} now", "num_items": 20}
+        write(tmp_path / f"evaluate/{name}/hellaswag.json", answered)
+        items_of(tmp_path / f"evaluate/{name}/hellaswag_items.jsonl", [1] * 20)
+    assert table_of(tmp_path).loc[1, "paired_p_value_against_baseline"] == "1.0"
+    write(tmp_path / "export/gpt2/export.json", {"weights_sha256": "other"})
+    assert table_of(tmp_path).loc[1, "paired_p_value_against_baseline"] == ""
 
 
 def test_a_published_share_is_compared_by_its_count(tmp_path):

@@ -119,14 +119,24 @@ def append_record(path: Path, kind: str, **values: Any) -> None:
 
 
 EVENTS = ("divergence", "rollback", "restart")  # what may happen at the same step again
+OF_A_START = ("start", "memory")  # on what a process runs, also after it has gone back
+
+
+def _give_up(latest: dict[str, dict[Any, dict[str, Any]]], back_to: int) -> None:
+    """Forget what a run did after the step it went back to; it may never come there again."""
+    for kind, found in latest.items():
+        if kind not in (*EVENTS, *OF_A_START):
+            # a training record is named by the update that it describes, from 0
+            for key in [key for key in found if key[0] + (kind == "train") > back_to]:
+                del found[key]
 
 
 def read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:
     """Read `metrics.jsonl` of one run, also while it is being written.
 
     After a resume steps repeat; the last record of a (kind, step) wins, but of `EVENTS` all are
-    kept. Lines that are no records (the torn end of a killed run) are left out. A missing file is
-    empty.
+    kept. A rollback takes back what was done after its step. Lines that are no records (the torn
+    end of a killed run) are left out. A missing file is empty.
 
     Returns:
         kind -> records in the order of their steps.
@@ -143,9 +153,11 @@ def read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:
                     continue
                 key = (step, number) if kind in EVENTS else (step, 0)
                 latest.setdefault(kind, {})[key] = record
+                if kind == "rollback":
+                    _give_up(latest, step)
             except (ValueError, KeyError, TypeError):
                 continue
-    return {kind: [found[key] for key in sorted(found)] for kind, found in latest.items()}
+    return {kind: [found[key] for key in sorted(found)] for kind, found in latest.items() if found}
 
 
 def run_main(function: Callable[..., Any], **arguments: Any) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,16 @@ from miniseries.reporting.runlog import (
 )
 
 PROMPT, WAY = "llmc", "acc_token_mean"  # what GPT-2's published accuracies were counted by
+
+MMLU_ITEMS = 14042  # of its test part, which the published accuracies are about
+FINETUNED_STEPS = 1000  # of llm.c's fine-tuned GPT-2
+# OpenAI's weights as `init_from:` names them: of the hub, a folder of that name, llm.c's file
+OPENAI_WEIGHTS = re.compile(
+    r"openai-community/gpt2(-medium|-large|-xl)?(@[\w.-]+)?"
+    r"|[./](.*/)?(\S*openai-community--)?gpt2(-medium|-large|-xl)?(/snapshots/\w+)?"
+    r"(/|/config\.json)?"
+    r"|[./](.*/)?gpt2_(124M|355M|774M|1558M)(_bf16)?\.bin"
+)
 
 
 def mcnemar_p_value(ours: np.ndarray, theirs: np.ndarray) -> float:
@@ -62,7 +73,11 @@ def read_items(path: Path) -> list[dict[str, Any]] | None:
 def paired_p_value(ours: Path, theirs: Path) -> float | None:
     """McNemar's for two logs of items; None if one is missing or they are about other items."""
     logs = [read_items(path) for path in (ours, theirs)]
-    if not all(logs) or len({tuple(item["label"] for item in log) for log in logs}) > 1:
+    if not all(logs):
+        return None
+    # the labels of two sets of questions may agree
+    asked, other = ([(item["label"], item["num_characters"]) for item in log] for log in logs)
+    if asked != other:
         return None
     return mcnemar_p_value(*(right_answers(log, WAY) for log in logs))
 
@@ -72,6 +87,11 @@ def is_measured_only(run: Run) -> bool:
     return bool(run.recipe.get("init_from")) and run.recipe.get("max_steps") == 0
 
 
+def starts_from_openai(run: Run) -> bool:
+    """Whether a run begins with weights that OpenAI published, by the name that it gives them."""
+    return bool(OPENAI_WEIGHTS.fullmatch(str(run.recipe.get("init_from"))))
+
+
 def has_shape_of(run: Run, other: Run) -> bool:
     """Whether two runs have models of the same shape."""
     keys = ("num_layers", "num_heads", "channels")
@@ -79,9 +99,16 @@ def has_shape_of(run: Run, other: Run) -> bool:
 
 
 def baseline_of(run: Run, runs: list[Run]) -> Run | None:
-    """The measured-only run to compare a run with: of its shape and, if possible, its data."""
-    found = [r for r in runs if is_measured_only(r) and has_shape_of(r, run) and r != run]
+    """Our measurement of the GPT-2 of a run's shape, if possible on its data."""
+    gpt2 = [r for r in runs if is_measured_only(r) and starts_from_openai(r)]
+    found = [r for r in gpt2 if has_shape_of(r, run) and r != run]
     return min(found, key=lambda r: (r.data_set != run.data_set, r.name), default=None)
+
+
+def _measured_on(run: Run, row: dict[str, Any]) -> set[str | None]:
+    """The data sets, as `baselines.json` names them, of a run's loss and answers."""
+    mmlu = {"MMLU"} if row.get("mmlu_num_items") == MMLU_ITEMS else set()
+    return {run.data_set, row.get("questions")} | mmlu
 
 
 def baseline_rows(runs: list[Run], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -90,8 +117,9 @@ def baseline_rows(runs: list[Run], rows: list[dict[str, Any]]) -> list[dict[str,
     Args:
         rows: the summary's; their columns carry the names of the published metrics.
     """
-    own = [run for run in runs if is_measured_only(run)]
-    tuned = [r for r in runs if r.recipe.get("init_from") and not is_measured_only(r)]
+    gpt2 = [run for run in runs if starts_from_openai(run)]
+    own = [run for run in gpt2 if is_measured_only(run)]
+    tuned = [r for r in gpt2 if r.recipe.get("max_steps") == r.num_steps == FINETUNED_STEPS]
     by_run = {row["model"]: row for row in rows}
     table = []
     for entry in published()["baselines"]:
@@ -103,7 +131,7 @@ def baseline_rows(runs: list[Run], rows: list[dict[str, Any]]) -> list[dict[str,
             for run in candidates
             if entry["model"].startswith("GPT-2")
             and all(run.recipe.get(k) == shape[k] for k in ("num_layers", "num_heads", "channels"))
-            and entry["data_set"] in (run.data_set, by_run[run.name].get("questions"))
+            and entry["data_set"] in _measured_on(run, by_run[run.name])
         ]
         row = by_run[match[0].name] if match else {}
         table.append(

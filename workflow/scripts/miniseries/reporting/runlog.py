@@ -26,6 +26,8 @@ DATA_SETS = {  # as named in baselines.json; looked for in a data set's name and
     "FineWeb": r"fine_?web",
     "OpenWebText": r"openwebtext",
 }
+# other texts of similar names; `fineweb-2b` and `fineweb20b` are 2 and 20 billion of its tokens
+OTHER_TEXTS = r"fine_?web(s|[-_]?2(?![\d.]*b|\d)|[-_]?edu[-_]?(score|chinese))"
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,8 @@ class Run:
         """What the run trains on, by the name that `baselines.json` uses if it is in there."""
         name = str(self.recipe.get("dataset", "unknown data"))
         text = f"{name} {json.dumps(self.recipe.get('data'))}".lower()
+        if re.search(OTHER_TEXTS, text):
+            return name
         return next((known for known, seen in DATA_SETS.items() if re.search(seen, text)), name)
 
     @property
@@ -272,17 +276,17 @@ def score_baseline(run: Run, metric: str = "hellaswag_llmc_acc_token_mean") -> B
 def first_step_past(run: Run, line: Baseline | None, kind: str) -> int | None:
     """The first step with a `val` loss below, or a `hellaswag` accuracy above, the line.
 
-    None when there is none, and when the comparison would mean nothing: a loss on data that no
-    published figure is about, or an accuracy on other questions than HellaSwag's.
+    None when there is none, and when the comparison would mean nothing: a loss on other text than
+    the line's, or an accuracy on other questions than HellaSwag's.
     """
-    if line is None:
+    if line is None or not line.same_data:
         return None
     if kind == "val":
         steps, values = run.column("val", "val_loss_nats")
-        past = (values < line.value) & (run.data_set in DATA_SETS)
+        past = values < line.value
     else:
         steps, values = run.column("hellaswag", "acc_norm_token_mean")
-        past = (values > line.value) & line.same_data
+        past = values > line.value
     return int(steps[past][0]) if past.any() else None
 
 

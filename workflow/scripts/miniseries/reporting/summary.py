@@ -33,6 +33,8 @@ from miniseries.reporting.runlog import (
 )
 
 DIGITS = 6  # after the point
+# files in results/evaluate/{model}/
+SCORES = ("val_loss", "hellaswag", "mmlu", "wikitext", "leaderboard", "harness")
 
 
 def progress_columns(run: Run, model: str, smoothing: float) -> dict[str, Any]:
@@ -127,38 +129,76 @@ def choice_columns(run: Run, scored: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
+def current_scores(
+    run: Run, model: str, results: Path
+) -> tuple[str | None, dict[str, dict[str, Any]]]:
+    """What was measured on the weights that a model has now.
+
+    Files of scores stay when a model is exported again or its run is begun anew; those of weights
+    that are gone count as missing.
+
+    Returns:
+        sha256 of the weights, None if no file tells; the content of each of `SCORES`, by name.
+    """
+
+    def load(path: Path) -> dict[str, Any]:
+        content = load_json(path)
+        step = content.get("step")
+        return {} if is_finite(step) and step > run.num_steps else content
+
+    folder = results / "evaluate" / model
+    scores = {name: load(folder / f"{name}.json") for name in SCORES}
+    sources = (load(results / "export" / model / "export.json"), *scores.values())
+    sha256 = next((s["weights_sha256"] for s in sources if "weights_sha256" in s), None)
+    return sha256, {
+        name: found if found.get("weights_sha256", sha256) == sha256 else {}
+        for name, found in scores.items()
+    }
+
+
 def baseline_columns(
-    run: Run, model: str, row: dict[str, Any], runs: list[Run], results: Path
+    run: Run,
+    model: str,
+    scores: dict[str, dict[str, Any]],
+    loss: float | None,
+    runs: list[Run],
+    results: Path,
 ) -> dict[str, Any]:
-    """The run against our own measurement of a model of its shape, item by item."""
+    """The run against our own measurement of a model of its shape, item by item.
+
+    Args:
+        scores: the model's current ones.
+        loss: its validation loss, nats.
+    """
     baseline = baseline_of(run, runs)
-    columns: dict[str, Any] = {"baseline_run": baseline.name if baseline else None}
-    loss = row["val_loss_nats"]
-    theirs = None
-    if baseline and baseline.data_set == run.data_set:
-        scored = load_json(results / "evaluate" / baseline.name / "val_loss.json")
-        theirs = scored.get("val_loss_nats", last(baseline.column("val", "val_loss_nats")[1]))
-    known = is_finite(loss) and is_finite(theirs)
-    columns["val_loss_minus_baseline_nats"] = loss - theirs if known else None
-    paths = [
-        results / "evaluate" / name / "hellaswag_items.jsonl"
-        for name in (model, baseline.name if baseline else "")
-    ]
-    columns["paired_p_value_against_baseline"] = paired_p_value(*paths) if baseline else None
-    return columns
+    difference = p_value = None
+    if baseline:
+        _, theirs = current_scores(baseline, baseline.name, results)
+        other = last(baseline.column("val", "val_loss_nats")[1])
+        other = theirs["val_loss"].get("val_loss_nats", other)
+        if baseline.data_set == run.data_set and is_finite(loss) and is_finite(other):
+            difference = loss - other
+        # the items are written with hellaswag.json, which alone tells of which weights they are
+        if scores["hellaswag"] and theirs["hellaswag"]:
+            folders = (results / "evaluate" / name for name in (model, baseline.name))
+            p_value = paired_p_value(*(folder / "hellaswag_items.jsonl" for folder in folders))
+    return {
+        "baseline_run": baseline.name if baseline else None,
+        "val_loss_minus_baseline_nats": difference,
+        "paired_p_value_against_baseline": p_value,
+    }
 
 
-def task_columns(folder: Path) -> dict[str, Any]:
+def task_columns(scores: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """MMLU, WikiText, and the tasks of lm-eval, as far as they were measured."""
-    mmlu, wikitext = load_json(folder / "mmlu.json"), load_json(folder / "wikitext.json")
+    mmlu, wikitext, leaderboard = (scores[name] for name in ("mmlu", "wikitext", "leaderboard"))
     row = {f"mmlu_{key}": mmlu.get(key) for key in ("num_items", "acc", "acc_stderr")}
     row |= {f"mmlu_{key}": mmlu.get(key) for key in (WAY, f"{WAY}_stderr")}
     row["wikitext_data"] = wikitext.get("data")
     for key in ("token_perplexity", "word_perplexity", "bits_per_byte"):
         row[f"wikitext_{key}"] = wikitext.get(key)
-    leaderboard = load_json(folder / "leaderboard.json")
     row["leaderboard_mean"] = leaderboard.get("leaderboard_mean")
-    for found in (leaderboard, load_json(folder / "harness.json")):
+    for found in (leaderboard, scores["harness"]):
         for task, scores in found.get("tasks", {}).items():
             shots = scores.get("shots")
             named = {k: v for k, v in scores.items() if k not in ("shots", "num_items", "data")}
@@ -167,25 +207,22 @@ def task_columns(folder: Path) -> dict[str, Any]:
 
 
 def summarise(
-    run: Run, model: str, runs: list[Run], results: Path, smoothing: float
+    run: Run, step: int | None, runs: list[Run], results: Path, smoothing: float
 ) -> dict[str, Any]:
     """One row: unit in the name of each column, None for what is not known.
 
     Args:
-        run: its log, up to the step of the model.
-        model: the run's name, or {run}@{step}.
+        run: its whole log.
+        step: the kept one that the row is about; None for the run's newest state.
         runs: all runs, among which the baseline is looked for.
     """
-    folder = results / "evaluate" / model
-    scored, answered = load_json(folder / "val_loss.json"), load_json(folder / "hellaswag.json")
-    row = progress_columns(run, model, smoothing) | loss_columns(run, scored)
-    row |= choice_columns(run, answered)
-    row |= baseline_columns(run, model, row, runs, results)
-    row |= task_columns(folder)
-    sources = (load_json(results / "export" / model / "export.json"), scored, answered)
-    row["weights_sha256"] = next(
-        (s["weights_sha256"] for s in sources if "weights_sha256" in s), None
-    )
+    model = run.name if step is None else f"{run.name}@{step}"
+    then = run if step is None else run.until(step)
+    weights_sha256, scores = current_scores(run, model, results)
+    row = progress_columns(then, model, smoothing) | {"status": run.status}
+    row |= loss_columns(then, scores["val_loss"]) | choice_columns(then, scores["hellaswag"])
+    row |= baseline_columns(run, model, scores, row["val_loss_nats"], runs, results)
+    row |= task_columns(scores) | {"weights_sha256": weights_sha256}
     return {key: _cell(key, value) for key, value in row.items()}
 
 
@@ -212,7 +249,8 @@ def kept_steps(run: Run, results: Path) -> list[int]:
     """Steps of a run that were evaluated by themselves, ascending."""
     folders = (results / "evaluate").glob(f"{run.name}@*")
     steps = (folder.name.rpartition("@")[2] for folder in folders if any(folder.glob("*.json")))
-    return sorted(int(step) for step in steps if step.isdecimal())
+    found = sorted(int(step) for step in steps if step.isdecimal())
+    return [step for step in found if step <= run.num_steps]  # others are of a run that is gone
 
 
 def summary_rows(runs: list[Run], results: Path, smoothing: float) -> list[dict[str, Any]]:
@@ -220,9 +258,8 @@ def summary_rows(runs: list[Run], results: Path, smoothing: float) -> list[dict[
     rows = []
     for run in runs:
         for step in kept_steps(run, results):
-            model = f"{run.name}@{step}"
-            rows.append(summarise(run.until(step), model, runs, results, smoothing))
-        rows.append(summarise(run, run.name, runs, results, smoothing))
+            rows.append(summarise(run, step, runs, results, smoothing))
+        rows.append(summarise(run, None, runs, results, smoothing))
     return rows
 
 
@@ -249,7 +286,7 @@ def write_summary(
     """
     runs = load_runs(results)
     rows = summary_rows(runs, results, smoothing)
-    empty = summarise(Run("", {}, {}), "", [], results / "none", smoothing)
+    empty = summarise(Run("", {}, {}), None, [], results / "none", smoothing)
     columns = list(dict.fromkeys([*empty, *(key for row in rows for key in row)]))
     write_text(table, _tsv(rows, columns))
     write_text(json_table, json.dumps(rows, indent=1) + "\n")
