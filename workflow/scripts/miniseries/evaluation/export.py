@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -24,7 +23,7 @@ from miniseries.evaluation.huggingface import (
     to_huggingface,
     write_tokenizer,
 )
-from miniseries.metrics import read_json, write_json, write_text
+from miniseries.metrics import locked, read_json, write_json, write_text
 from miniseries.model.gpt import GPT
 from miniseries.reporting.runlog import Run, load_json, load_run
 from miniseries.training.checkpoint import read_marker
@@ -51,7 +50,7 @@ def _replaced_folder(folder: Path) -> Iterator[Path]:
     """
     folder = folder.resolve()  # of a link to another disk the folder there is replaced
     folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    lock = locked(folder.with_name(f".{folder.name}.lock"))
     with lock, _exchanged(folder) as temporary:
         yield temporary
 
