@@ -357,12 +357,19 @@ def test_a_checkpoint_with_a_number_that_is_not_finite_is_not_resumed_from(
         in_this_process(tmp_path, manifest)
 
 
-def test_a_lone_truncated_checkpoint_is_named_with_a_remedy(manifest, tmp_path, one_world):
-    run = in_this_process(tmp_path, manifest)
-    run.train_step(0)
-    run.save(1)
-    run.wait_for_save()
+def save_after(manifest, folder, *steps, **changes):
+    """A run that trained to the last of these steps in this process, with a checkpoint of each."""
+    run = in_this_process(folder, manifest, **changes)
+    for step in range(steps[-1]):
+        run.train_step(step)
+        if step + 1 in steps:
+            run.save(step + 1)
+            run.wait_for_save()
     torch.distributed.destroy_process_group()
+
+
+def test_a_lone_truncated_checkpoint_is_named_with_a_remedy(manifest, tmp_path, one_world):
+    save_after(manifest, tmp_path, 1)
     part = next(checkpoint_folder(tmp_path, 1).glob("*.distcp"))
     part.write_bytes(part.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"step-00000001: the checkpoint is damaged .* No older"):
@@ -372,12 +379,7 @@ def test_a_lone_truncated_checkpoint_is_named_with_a_remedy(manifest, tmp_path, 
 def test_a_disk_that_is_out_of_reach_is_no_damage_and_moves_no_checkpoint(
     manifest, tmp_path, one_world, monkeypatch
 ):
-    run = in_this_process(tmp_path, manifest)
-    for step in range(2):
-        run.train_step(step)
-        run.save(step + 1)
-        run.wait_for_save()
-    torch.distributed.destroy_process_group()
+    save_after(manifest, tmp_path, 1, 2)
 
     def stale(*_arguments):
         raise OSError(errno.ESTALE, "Stale file handle")
@@ -389,12 +391,7 @@ def test_a_disk_that_is_out_of_reach_is_no_damage_and_moves_no_checkpoint(
 
 
 def test_while_all_checkpoints_are_damaged_none_is_put_aside(manifest, tmp_path, one_world):
-    run = in_this_process(tmp_path, manifest)
-    for step in range(2):
-        run.train_step(step)
-        run.save(step + 1)
-        run.wait_for_save()
-    torch.distributed.destroy_process_group()
+    save_after(manifest, tmp_path, 1, 2)
     for part in tmp_path.glob("checkpoints/*/*.distcp"):
         part.write_bytes(b"")
     with pytest.raises(ValueError, match=r"00000002: .*damaged.*00000001: .*damaged .* No older"):
@@ -405,13 +402,7 @@ def test_while_all_checkpoints_are_damaged_none_is_put_aside(manifest, tmp_path,
 def test_a_signal_after_a_rollback_behind_the_first_step_tears_no_step(
     manifest, tmp_path, one_world, monkeypatch
 ):
-    run = in_this_process(tmp_path, manifest, rollback_skip_steps=1)
-    for step in range(7):
-        run.train_step(step)
-        if step in (3, 6):
-            run.save(step + 1)
-            run.wait_for_save()
-    torch.distributed.destroy_process_group()
+    save_after(manifest, tmp_path, 4, 7, rollback_skip_steps=1)
     run = in_this_process(tmp_path, manifest, rollback_skip_steps=1)
     train_step, update, faults = run.train_step, run.optimizer.step, [Diverged("made", 6)]
 
