@@ -199,9 +199,9 @@ def task_columns(scores: dict[str, dict[str, Any]]) -> dict[str, Any]:
         row[f"wikitext_{key}"] = wikitext.get(key)
     row["leaderboard_mean"] = leaderboard.get("leaderboard_mean")
     for found in (leaderboard, scores["harness"]):
-        for task, scores in found.get("tasks", {}).items():
-            shots = scores.get("shots")
-            named = {k: v for k, v in scores.items() if k not in ("shots", "num_items", "data")}
+        for task, measured in found.get("tasks", {}).items():
+            shots = measured.get("shots")
+            named = {k: v for k, v in measured.items() if k not in ("shots", "num_items", "data")}
             row |= {f"lm_eval_{task}_{shots}_shots_{key}": value for key, value in named.items()}
     return row
 
