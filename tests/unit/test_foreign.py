@@ -166,3 +166,19 @@ def test_an_npz_is_refused_by_name(tmp_path):
         np.savez(file, TOKENS)
     with pytest.raises(ValueError, match=r"train_2\.npy: an \.npz, of several arrays"):
         prepare(dataset, tmp_path / "d")
+
+
+def test_the_manifest_of_shards_used_in_place_is_there_while_a_second_command_looks_again(
+    tmp_path, monkeypatch
+):
+    dataset = write(tmp_path / "own", "llmc")
+    before = prepare(dataset, tmp_path / "d")
+    describe, seen = foreign.describe_shard, []
+
+    def looking(path, split):
+        seen.append(load_manifest(before.path).fingerprint)
+        return describe(path, split)
+
+    monkeypatch.setattr(foreign, "describe_shard", looking)
+    assert prepare(dataset, tmp_path / "d").fingerprint == before.fingerprint
+    assert seen == 3 * [before.fingerprint]

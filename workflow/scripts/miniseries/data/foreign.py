@@ -58,7 +58,8 @@ def prepare_shards(name: str, dataset: dict[str, Any], folder: Path, manifest: P
             if path.parent == folder.resolve() and is_shard_of(name, path)
         ]
     raise_problems(f"dataset {name}", problems)
-    manifest.unlink(missing_ok=True)  # never describes shards of another version
+    if layout != LLMC:
+        manifest.unlink(missing_ok=True)  # never describes shards of another version
     entries = []
     for split, found in files.items():
         if layout == LLMC:  # where they are; nothing is ever deleted beside them
