@@ -427,6 +427,22 @@ def test_a_signal_after_a_rollback_behind_the_first_step_tears_no_step(
     assert state["step"] == state["adam_step"] == 8
 
 
+def test_a_kill_while_a_run_goes_back_does_not_undo_the_decision(
+    manifest, tmp_path, one_world, monkeypatch
+):
+    save_after(manifest, tmp_path, 4, rollback_skip_steps=1)
+    run = in_this_process(tmp_path, manifest, rollback_skip_steps=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "load_checkpoint", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run.restorer.go_back(6, Diverged("made", 4), run.journal)
+    torch.distributed.destroy_process_group()
+    run = in_this_process(tmp_path, manifest, rollback_skip_steps=1)
+    assert (run.first_step, run.rollbacks.batch_of(4)) == (4, 4 + run.rollbacks.batches_skipped)
+    assert run.rollbacks.batches_skipped > 0
+    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")["rollback"]] == [4]
+
+
 @pytest.mark.parametrize("damage", ["short part", "no index", "not finite", "one bit", "no state"])
 def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_is_taken(
     unbroken, manifest, tmp_path, damage

@@ -198,11 +198,12 @@ class Restorer:
         if self.world.is_main:
             for later in saved[len(sound) :]:
                 checkpoint.forget(self.folder, later)
-        folder = checkpoint.checkpoint_folder(self.folder, back_to)
-        self.guards.load_state_dict(checkpoint.load_checkpoint(folder, self.model, self.optimizer))
         rollback = self.rollbacks.plan(step, back_to, more)
+        # before loading, which may take long: who is killed meanwhile starts again as decided here
         self.rollbacks.note(rollback, write=self.world.is_main)
         journal.record("rollback", back_to, **asdict(rollback))
+        folder = checkpoint.checkpoint_folder(self.folder, back_to)
+        self.guards.load_state_dict(checkpoint.load_checkpoint(folder, self.model, self.optimizer))
         skipped = rollback.batches_skipped
         journal.say(f"{divergence}; {pinned}")
         journal.say(f"going back to step {back_to} and on without the next {skipped} batches")
