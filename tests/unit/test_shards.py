@@ -1,9 +1,11 @@
 """Token shards: bytes as in llm.c, and every bad shard refused by name."""
 
+import errno
 import hashlib
 import json
 import struct
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -231,3 +233,15 @@ def test_shards_elsewhere_are_found_though_the_data_folder_is_a_link(tmp_path):
     (folder / "manifest.json").write_text(json.dumps(content))
     assert [shard["path"] for shard in content["shards"]] == [str(elsewhere), "val.bin"]
     assert load_manifest(folder / "manifest.json").num_train_tokens == 5
+
+
+def test_a_shard_that_cannot_be_opened_is_not_said_to_be_bad(tmp_path, monkeypatch):
+    path = make_dataset(tmp_path).parent / "any.bin"
+    path.write_bytes(b"x")
+
+    def refusing(*_arguments, **_more):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "open", refusing)
+    with pytest.raises(ValueError, match=r"any\.bin: Too many open files; mend .*nothing was"):
+        read_header(path)

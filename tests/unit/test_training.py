@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from stand_ins import (
     FAULTY,
     PROJECT,
+    TRAIN_SCRIPT,
     batch_hashes,
     losses,
     make_dataset,
@@ -32,7 +33,15 @@ from miniseries.data.shards import load_manifest
 from miniseries.metrics import read_json, read_metrics, write_json
 from miniseries.model.gpt import GPTConfig, draw_weights
 from miniseries.settings import LATER_KEYS
-from miniseries.training import checkpoint, memory, ranges, restorer, trainer
+from miniseries.training import (
+    checkpoint,
+    memory,
+    microbatch,
+    ranges,
+    replay,
+    restorer,
+    trainer,
+)
 from miniseries.training.checkpoint import checkpoint_folder, load_model_weights, saved_steps
 from miniseries.training.distributed import start_world
 from miniseries.training.guards import Diverged
@@ -877,3 +886,31 @@ def test_the_metrics_hold_every_number_with_its_unit(unbroken):
     assert records[-1]["kind"] == "done"
     val = next(r for r in records if r["kind"] == "val")
     assert (val["step"], val["tokens_seen"], val["num_tokens"]) == (12, 12 * 256, 1024)
+
+
+def test_a_replay_takes_the_micro_batch_of_the_checkpoint_or_else_what_was_tried(
+    manifest, tmp_path, one_world
+):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    frozen = freeze(make_settings(tmp_path / "in.json", micro_batch="auto"), manifest, folder)
+    microbatch.remember(folder, frozen, 1, "cpu", 2, "the largest that fits")
+    world = start_world()
+    for number, (made_with, expected) in enumerate(((None, 2), ("unknown", 2), (4, 4))):
+        if made_with is not None:
+            checkpoint_folder(folder, 3).mkdir(parents=True, exist_ok=True)
+            state = checkpoint_folder(folder, 3) / "trainer.json"
+            write_json(state, {"micro_batch": made_with})
+        settings = read_json(folder / "settings.json")
+        (tmp_path / str(number)).mkdir()
+        replay._look_alike(folder, tmp_path / str(number), settings, 5, world)
+        assert settings["machine"]["micro_batch"] == expected
+
+
+def test_steps_that_are_kept_are_named_beside_damaged_ones(tmp_path):
+    for name in ("step-00000008", "step-00000012.damaged", "step-00000004"):
+        write_json(tmp_path / "checkpoints" / name / "trainer.json", {})
+    command = [sys.executable, str(TRAIN_SCRIPT.with_name("find_checkpoint.py")), "--run", "x"]
+    command += ["--folder", str(tmp_path), "--step", "5", "--marker", str(tmp_path / "5.json")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1 and "it keeps: 4, 8." in result.stderr
