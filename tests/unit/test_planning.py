@@ -9,7 +9,7 @@ import yaml
 
 from miniseries.model.gpt import GPT, GPTConfig
 from miniseries.settings import resolve_runs
-from miniseries.shapes import num_elements, num_parameters
+from miniseries.shapes import flops_per_step, num_elements, num_parameters
 from miniseries.speed.planning import (
     counted_bytes,
     largest_micro_batch,
@@ -78,6 +78,8 @@ def test_elements_are_those_of_the_model(positions):
         model = GPT(GPTConfig.of_recipe(recipe))
     assert num_elements(recipe) == sum(p.numel() for p in model.parameters())
     assert num_parameters(recipe) == model.num_parameters
+    flops = flops_per_step(recipe | {"total_batch_tokens": 10})
+    assert flops == 60 * sum(p.numel() for p in model.parameters())
 
 
 def test_memory_by_hand():

@@ -1,10 +1,12 @@
 """Token shards: bytes as in llm.c, and every bad shard refused by name."""
 
+import contextlib
 import errno
 import hashlib
 import json
 import struct
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -242,6 +244,8 @@ def test_a_shard_that_cannot_be_opened_is_not_said_to_be_bad(tmp_path, monkeypat
     def refusing(*_arguments, **_more):
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(Path, "open", refusing)
-    with pytest.raises(ValueError, match=r"any\.bin: Too many open files; mend .*nothing was"):
-        read_header(path)
+    unreadable = contextlib.nullcontext(types.SimpleNamespace(read=refusing))
+    for opening in (refusing, lambda *_arguments: unreadable):
+        monkeypatch.setattr(Path, "open", opening)
+        with pytest.raises(ValueError, match=r"any\.bin: Too many open files; mend .*nothing was"):
+            read_header(path)

@@ -51,3 +51,11 @@ def num_elements(recipe: dict[str, Any]) -> int:
 def num_parameters(recipe: dict[str, Any]) -> int:
     """Parameters of the published model: padding rows of the token table are not counted."""
     return num_elements(recipe) - (PADDED_VOCAB_SIZE - VOCAB_SIZE) * recipe["channels"]
+
+
+def flops_per_step(recipe: dict[str, Any]) -> int:
+    """Floating point operations of a step's products by weights; attention's come on top.
+
+    6 a weight and token: 2 forward, 4 backward (Kaplan et al. 2020, section 2.1).
+    """
+    return 6 * num_elements(recipe) * recipe["total_batch_tokens"]

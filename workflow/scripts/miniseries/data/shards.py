@@ -163,7 +163,10 @@ def read_header(path: Path) -> int:
     """
     path = Path(path)
     with open_regular(path) as file:
-        head = file.read(12)
+        try:
+            head = file.read(12)
+        except OSError as error:
+            raise ValueError(f"{path}: {error.strerror}; {_remedy(error)}") from None
         num_bytes = os.fstat(file.fileno()).st_size
     if num_bytes < HEADER_BYTES:
         raise ValueError(f"{path}: {num_bytes} bytes, shorter than a shard's header; {REMEDY}")

@@ -18,7 +18,7 @@ from miniseries.evaluation.choices import HELLASWAG_ITEMS, LLMC, Candidate, Ques
 from miniseries.evaluation.scoring import choice_scores, warm_up
 from miniseries.metrics import write_json
 from miniseries.model.gpt import GPT
-from miniseries.shapes import num_elements
+from miniseries.shapes import flops_per_step
 from miniseries.speed.breakdown import break_down, record_trace, write_top_kernels
 from miniseries.speed.planning import counted_bytes
 from miniseries.speed.rows import LADDER
@@ -93,8 +93,7 @@ def not_measurable(row: dict[str, Any], settings: dict[str, Any], processes: int
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if found and processes > found:
         return f"needs {processes} GPUs, this machine has {found}"
-    flops = 6 * num_elements(recipe) * recipe["total_batch_tokens"]
-    if device.type == "cpu" and flops > CPU_STEP_FLOPS:
+    if device.type == "cpu" and flops_per_step(recipe) > CPU_STEP_FLOPS:
         return "needs a GPU"
     if row["measure"] == "rung":
         return missing(LADDER[row["rung"]], device)

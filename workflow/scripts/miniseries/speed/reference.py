@@ -21,7 +21,7 @@ import yaml
 
 from miniseries.metrics import read_json, read_metrics, write_json, write_text
 from miniseries.settings import resolve_runs
-from miniseries.shapes import num_elements
+from miniseries.shapes import flops_per_step
 from miniseries.speed.bench import CPU_STEP_FLOPS
 from miniseries.speed.breakdown import exposed_share
 from miniseries.speed.comparison import read_devices
@@ -116,8 +116,8 @@ class Reference:
             raise ValueError(f"there is no run {', '.join(unknown)}; known: {', '.join(runs)}")
         recipes = {name: runs[name]["recipe"] for name in names}
         for name, recipe in recipes.items():
-            flops = 6 * num_elements(recipe) * recipe["total_batch_tokens"] / NODE_GPUS
-            if self.device == "cpu" and flops > CPU_STEP_FLOPS:
+            share = flops_per_step(recipe) / NODE_GPUS
+            if self.device == "cpu" and share > CPU_STEP_FLOPS:
                 raise ValueError(f"{name} needs a GPU, and there is none; name small runs instead")
         return recipes
 

@@ -17,7 +17,7 @@ from typing import IO, Any
 from miniseries.data.shards import load_manifest
 from miniseries.metrics import append_record, read_json, write_json
 from miniseries.settings import LATER_MACHINE_KEYS, check_frozen
-from miniseries.shapes import num_elements
+from miniseries.shapes import flops_per_step
 from miniseries.training import microbatch
 from miniseries.training.supervisor import (
     CRASHED,
@@ -101,8 +101,8 @@ def _names_by_driver() -> list[str]:
     That is where the user or a scheduler has chosen among them, where they are divided (MIG) or
     differ (PyTorch orders them by speed), and with a PyTorch that was built without CUDA.
     """
-    torch = importlib.util.find_spec("torch").origin
-    for_cuda = runpy.run_path(str(Path(torch).with_name("version.py")))["cuda"]
+    package = Path(importlib.util.find_spec("torch").origin)
+    for_cuda = runpy.run_path(str(package.with_name("version.py")))["cuda"]
     if not for_cuda or "CUDA_VISIBLE_DEVICES" in os.environ:
         return []
     query = ["nvidia-smi", "--query-gpu=name,mig.mode.current", "--format=csv,noheader"]
@@ -121,7 +121,7 @@ def _check_work(recipe: dict[str, Any]) -> None:
     Raises:
         ValueError: a step is too much.
     """
-    flops = 6 * num_elements(recipe) * recipe["total_batch_tokens"]
+    flops = flops_per_step(recipe)
     if recipe["max_steps"] and flops > MAX_FLOPS_ON_CPU:  # without steps it is only measured
         raise ValueError(
             f"no GPU is seen here, and a step of this run is {flops / 1e12:,.0f} TFLOP, hours on a "
