@@ -55,6 +55,7 @@ def start(manifest, tmp_path):
         inductor.deterministic = False
         torch._dynamo.reset()
         gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()  # PyTorch counts them as allocated
         torch.cuda.empty_cache()
 
     yield make

@@ -110,10 +110,12 @@ def test_an_unpadded_rung_has_the_published_vocabulary(job, tmp_path):
     assert run.model.h[0].formulas.attention is plain_attention
 
 
-def test_the_yardstick_learns_like_the_trainer(job):
+def test_the_yardstick_learns_like_the_trainer_and_has_a_profile(job, tmp_path):
     # other weights, the same tokens and shape
-    found = last_loss(job, measure="huggingface")
-    assert found == pytest.approx(math.log(50257), abs=0.3)
+    job = replace(job, row=job.row | {"measure": "huggingface"}, profile=tmp_path)
+    found = MEASURES["huggingface"](job)
+    assert found["loss_nats"] == pytest.approx(math.log(50257), abs=0.3)
+    assert found["breakdown"]["step_ms"] > 0 and "matrix products" in found["breakdown"]["kinds"]
 
 
 def test_hellaswag_is_scored_as_in_training(job):

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from miniseries.metrics import write_text
-from miniseries.model.gpt import GPT
 from miniseries.training.trainer import Trainer
 
 COLLECTIVES = "collectives"
@@ -85,8 +85,11 @@ def kind_of(kernel: str) -> str:
 
 
 @contextlib.contextmanager
-def named_layers(model: GPT) -> Iterator[None]:
-    """Give each layer's forward call a range of its own; compiled code stays as it is."""
+def named_layers(model: nn.Module) -> Iterator[None]:
+    """Give each layer's forward call a range of its own; compiled code stays as it is.
+
+    The yardstick's layers, which have another name, get none.
+    """
 
     def in_range(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def named(*arguments: Any) -> Any:
@@ -95,15 +98,16 @@ def named_layers(model: GPT) -> Iterator[None]:
 
         return named
 
-    before = [block._compiled_call_impl for block in model.h]
-    for number, block in enumerate(model.h):
+    blocks = list(getattr(model, "h", ()))
+    before = [block._compiled_call_impl for block in blocks]
+    for number, block in enumerate(blocks):
         # what nn.Module calls in place of `_call_impl`: outside of the compiled code
         call = block._compiled_call_impl or block._call_impl
         block._compiled_call_impl = in_range(f"layer {number}", call)
     try:
         yield
     finally:
-        for block, call in zip(model.h, before, strict=True):
+        for block, call in zip(blocks, before, strict=True):
             block._compiled_call_impl = call
 
 

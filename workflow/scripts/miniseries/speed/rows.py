@@ -147,7 +147,8 @@ def run_row(
     """Measure a row in processes of its own, and write the result.
 
     A cold start has compile caches that are empty, a warm one those that the cold one left, and
-    `kept` those that all runs share. Only the last of the starts takes the timed steps.
+    `kept` those that all runs share: it is warm if they hold everything, and neither if they hold
+    a part. Only the last of the starts takes the timed steps.
 
     Raises:
         ValueError: a process failed; its error stands above.
@@ -170,8 +171,9 @@ def run_row(
             result = read_json(caches / "result.json")
             if result["not_measured"]:
                 break
-            label = "warm" if start == "kept" and not result["was_cold"] else start
-            seconds["cold" if label == "kept" else label] = result["first_step_after_seconds"]
+            if start != "kept" or not result["was_cold"]:
+                label = "cold" if start == "cold" else "warm"
+                seconds[label] = result["first_step_after_seconds"]
         write_json(output, result | {"seconds_to_first_step": seconds})
     finally:
         shutil.rmtree(caches)
