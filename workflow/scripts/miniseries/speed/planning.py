@@ -30,15 +30,15 @@ PASSING_ELEMENTS = 5
 # Share of a GPU's memory that a run may take: the rest is for CUDA, cuBLAS, and fragments
 USABLE_SHARE = 0.92
 # Rates as shares of a device's bf16 peak and memory bandwidth, fitted to the H200's steps of
-# commit afc9fc0 (LOG.md): matrix products, attention (half its square), and all else by bytes
+# afc9fc0 and 697d9bb (LOG.md): matrix products, attention (half its square), all else by bytes
 MATMUL_SHARE, ATTENTION_SHARE, BANDWIDTH_SHARE = 0.70, 0.45, 0.50
 # Time of a layer's products in fp8, with what it takes to get there, by their time in bf16:
-# between `1558m`'s 0.68 and `124m`'s 0.90, whose row is of commit 59b1581
+# between `1558m`'s 0.69 and `124m`'s 0.90
 FP8_TIME = 0.75
 # Seconds that Python takes for a layer in the first micro-step of a step, and in a later one: the
-# device waits when there is less to compute. From `124m`'s steps of one micro-batch and from a
-# trace of a longer one (commit 59b1581); fp8 takes more
-FIRST_SECONDS, LATER_SECONDS = 0.0072, 0.0037
+# device waits when there is less to compute. From `124m`'s step of one micro-batch and from the
+# ladder's of eight (commit 697d9bb)
+PYTHON_SECONDS = {"bf16": (0.0050, 0.0039), "fp8": (0.0081, 0.0063)}
 ELEMENT_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 SHARD_TOKENS = 100_000_000  # of a full shard on the hub
 CHECKPOINT_BYTES = 12  # a parameter: master weight and AdamW's two moments, fp32
@@ -164,7 +164,8 @@ def tokens_per_second(
     seconds = in_products / (MATMUL_SHARE * peak) + in_attention / (ATTENTION_SHARE * peak)
     seconds += others / (BANDWIDTH_SHARE * place.terabytes_per_second * 1e12)
     later = max(0, grad_accum_steps(recipe, micro_batch, processes) - 1)
-    at_least = layers * (FIRST_SECONDS + later * LATER_SECONDS)
+    first, each = PYTHON_SECONDS["fp8" if recipe["precision"] == "fp8" else "bf16"]
+    at_least = layers * (first + later * each)
     # two GPUs take half the time of one (LOG.md); that more do so is an assumption
     return recipe["total_batch_tokens"] / max(seconds, at_least)
 

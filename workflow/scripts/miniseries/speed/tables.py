@@ -39,7 +39,8 @@ def speed(row: Row) -> str:
 def start(row: Row) -> str:
     """Seconds to the end of the first step: cold / warm."""
     seconds = row.get("seconds_to_first_step") or {}
-    return f"{number(seconds.get('cold'))} / {number(seconds.get('warm'))} s"
+    found = [seconds.get("cold"), seconds.get("warm")]
+    return f"{number(found[0])} / {number(found[1])} s" if any(found) else "n/a"
 
 
 def gib(value: float | None) -> str:
