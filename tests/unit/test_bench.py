@@ -181,6 +181,12 @@ def test_a_row_for_more_gpus_than_there_are_says_so(job, monkeypatch):
     assert found == "needs 2 GPUs, this machine has 1"
 
 
+def test_the_yardstick_is_measured_in_a_single_process(job):
+    row = job.row | {"measure": "huggingface"}
+    assert not_measurable(row, job.settings, 1) is None
+    assert not_measurable(row, job.settings, 2) == "the yardstick is a single process"
+
+
 def test_running_out_of_memory_is_a_result(job, manifest, monkeypatch, tmp_path):
     def run_out(job):
         raise torch.OutOfMemoryError("no room")

@@ -206,6 +206,18 @@ def test_a_stopped_leg_is_done_when_its_last_step_is_saved(commands, course, kil
     assert not (run / "checkpoints").exists(), "room for the next run"
 
 
+def test_an_impossible_last_leg_leaves_checkpoints_to_the_legs_before_it(
+    commands, course, tmp_path
+):
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    last = Leg(["b"], run, needs=("one",), impossible="needs two GPUs", is_last=True)
+    for code in (1, 0):
+        commands.codes = {"a": code}
+        course().run({"one": Leg(["a"]), "two": last})
+        assert (run / "checkpoints").exists() == bool(code)
+
+
 @pytest.mark.parametrize(
     ("last", "saved", "reason"),
     [(2, None, "stopped, but the last step was not saved"), (1, 2, "before it was stopped")],

@@ -70,11 +70,11 @@ def test_a_speed_becomes_a_line_of_the_readme_s_table(tmp_path):
     for step, milliseconds in enumerate([9000.0, 9000.0, 2000.0, 2500.0, 2500.0]):
         train(run, step, milliseconds=milliseconds)
     log(run, "memory", step=0, peak_mib=98_304.0, reserved_mib=None, adamw_m_mib=742.8)
-    row = bench_row(speed_figures(run, RECIPE, 8, None), "1558m", "bf16", 1024)
+    row = bench_row(speed_figures(run, RECIPE, 8, None), "1558m", "bf16", 1024, 2)
     write_json(tmp_path / "GPU.json", {"device": "NVIDIA H200", "rows": [row]})
     table = readme_table(read_devices([tmp_path / "GPU.json"]), [])
     cells = [cell.strip() for cell in table.splitlines()[2].strip("|").split("|")]
-    assert cells[:5] == ["`1558m`", "8 x H200", "bf16", "32", "1,048,576"]
+    assert cells[:5] == ["`1558m`", "8 x H200", "bf16, recompute 2", "32", "1,048,576"]
     assert cells[5:8] == ["400", "50.0 %", "96.0 GiB"]
     assert cells[-1] == "abc1234"
 

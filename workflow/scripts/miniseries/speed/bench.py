@@ -95,6 +95,8 @@ def not_measurable(row: dict[str, Any], settings: dict[str, Any], processes: int
         return f"needs {processes} GPUs, this machine has {found}"
     if device.type == "cpu" and flops_per_step(recipe) > CPU_STEP_FLOPS:
         return "needs a GPU"
+    if row["measure"] == "huggingface" and processes > 1:
+        return "the yardstick is a single process"
     if row["measure"] == "rung":
         return missing(LADDER[row["rung"]], device)
     return missing_for_precision(recipe["precision"], device)

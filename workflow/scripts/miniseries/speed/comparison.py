@@ -17,7 +17,7 @@ IDENTITY = (
 
 
 def read_devices(files: Sequence[Path]) -> list[Row]:
-    """All measured rows of device files, each with its device, later files first.
+    """All measured rows of device files, each with its device.
 
     A row that two files have, of the same device, counts once, as the first file has it.
     """

@@ -86,7 +86,8 @@ class Course:
         if record["reason"] is None:
             record |= self._command(name, leg)
             record |= _figures(leg, record)
-        if leg.is_last and (record["state"] == DONE or leg.impossible):
+        is_over = leg.impossible and all(before[need]["state"] == DONE for need in leg.needs)
+        if leg.is_last and (record["state"] == DONE or is_over):
             shutil.rmtree(leg.folder / "checkpoints", ignore_errors=True)
         return record
 

@@ -179,8 +179,8 @@ def plan_row(
         price: dollars an hour of one GPU; None if unknown.
 
     Returns:
-        micro_batch: the run's, halved until it fits; None where nothing fits, with what follows;
-        the peak and speed that go with it; hours and dollars of the training steps alone.
+        micro_batch: the run's, or the largest that fits; None where nothing fits, with what
+        follows; the peak and speed that go with it; hours and dollars of the training steps alone.
     """
     recipe, machine = settings["recipe"], settings["machine"]
     more = {"recompute": machine.get("recompute", 0), "fused": device in FUSED_ON}

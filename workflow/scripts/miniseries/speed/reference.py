@@ -93,7 +93,9 @@ class Reference:
         self.gpus, self.device = local_processes(options.gpus or "auto")
         self.config = read_config(root, options.configfile)
         self.schema = yaml.safe_load((root / "workflow/schemas/config.schema.yaml").read_text())
-        self.real = self._real_recipes()
+        runs = self._real_runs()
+        self.real = {name: run["recipe"] for name, run in runs.items()}
+        self.recompute = {name: run["machine"].get("recompute", 0) for name, run in runs.items()}
         self.large, self.small = PREFIX + options.large, PREFIX + options.small
         self.stopped = f"{self.large}-stopped"
         self.second = f"{self.large}-{options.second_precision}"
@@ -105,7 +107,8 @@ class Reference:
         if unknown:
             raise ValueError(f"no leg {', '.join(unknown)}; there are {', '.join(self.legs)}")
 
-    def _real_recipes(self) -> dict[str, Record]:
+    def _real_runs(self) -> dict[str, Record]:
+        """Settings of the runs that are tried."""
         names = (self.options.large, self.options.small)
         if len(set(names)) < len(names):
             raise ValueError(f"--large and --small are both {names[0]}; name two runs")
@@ -114,12 +117,11 @@ class Reference:
         unknown = [name for name in names if name not in runs]
         if unknown:
             raise ValueError(f"there is no run {', '.join(unknown)}; known: {', '.join(runs)}")
-        recipes = {name: runs[name]["recipe"] for name in names}
-        for name, recipe in recipes.items():
-            share = flops_per_step(recipe) / NODE_GPUS
+        for name in names:
+            share = flops_per_step(runs[name]["recipe"]) / NODE_GPUS
             if self.device == "cpu" and share > CPU_STEP_FLOPS:
                 raise ValueError(f"{name} needs a GPU, and there is none; name small runs instead")
-        return recipes
+        return {name: runs[name] for name in names}
 
     def runs(self) -> dict[str, Record]:
         """The short runs, as entries of `runs:`."""
@@ -300,7 +302,13 @@ class Reference:
         }
         legs = result["legs"]
         return [
-            bench_row(legs[name], run, precision, self.real[run]["sequence_length"])
+            bench_row(
+                legs[name],
+                run,
+                precision,
+                self.real[run]["sequence_length"],
+                self.recompute[run],
+            )
             for name, (run, precision) in timed.items()
             if legs[name].get("tokens_per_second") and "memory_mib" in legs[name]
         ]

@@ -21,6 +21,8 @@ from miniseries.validation import validate_config
 
 # Keys of a row that are keys of a run; the others say how it is measured
 RUN_KEYS = ("precision", "micro_batch", "total_batch_tokens", "gpus", "recompute")
+# What a run may state that does not go with another precision or batch than its own
+PLAIN = {"token_order": "shuffled", "master_weights": True}
 
 
 @dataclass(frozen=True)
@@ -71,16 +73,23 @@ def resolve_rows(
     except ValueError as error:
         text = str(error).replace("runs.bench.rows.", "bench.rows.")
         raise ValueError(text.replace("runs.ladder.", "ladder.")) from None
+    for name, entry in runs.items():
+        if name not in settings:
+            raise ValueError(
+                f"{name}: {entry['extends']!r} is a sweep; write one of its runs as an entry of "
+                "`runs:`, and that one's name here"
+            )
     settings = {name: settings[name] | {"run": runs[name]["extends"]} for name in runs}
     return _bench_rows(config["bench"], settings), _ladder_rows(settings)
 
 
 def _bench_runs(section: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Each row as an entry of `runs:`."""
-    shared = {"gpus": 1, "dataset": section["dataset"]}
+    shared = {"gpus": 1, "dataset": section["dataset"], "token_order": "shuffled"}
     return {
         f"bench.rows.{number}": {"extends": row["run"]}
         | shared
+        | (PLAIN if row.get("precision", "bf16") != "bf16" else {})
         | {key: row[key] for key in RUN_KEYS if key in row}
         for number, row in enumerate(section["rows"])
     }
@@ -90,7 +99,7 @@ def _ladder_runs(section: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Each rung as an entry of `runs:`, and once more of the shape for CPUs."""
     runs = {}
     for name, rung in LADDER.items():
-        shared = {"gpus": 1, "dataset": section["dataset"]}
+        shared = {"gpus": 1, "dataset": section["dataset"], **PLAIN}
         shared |= {"precision": rung.precision, "compile": rung.compile}
         size = {key: section[key] for key in ("micro_batch", "total_batch_tokens")}
         runs[f"ladder.{name}"] = {"extends": section["run"]} | shared | size

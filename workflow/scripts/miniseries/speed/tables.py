@@ -243,8 +243,8 @@ def ladder_title(rows: Sequence[Row]) -> str:
     """Shape and device."""
     row = rows[0]
     return (
-        f"{row['work']} on {row['device']}, {row['micro_batch']} sequences of "
-        f"{row['sequence_length']} tokens a step"
+        f"{row['work']} on {row['device']}, {row['tokens_per_step']:,} tokens a step in "
+        f"micro-batches of {row['micro_batch']} x {row['sequence_length']:,}"
     )
 
 

@@ -92,7 +92,9 @@ def one_gpu_speed(rows: Sequence[Record], work: str, device: str, precision: str
     return max(speeds, default=None)
 
 
-def bench_row(leg: Record, work: str, precision: str, sequence_length: int) -> Record:
+def bench_row(
+    leg: Record, work: str, precision: str, sequence_length: int, recompute: int
+) -> Record:
     """A leg's speed as a row of `benchmarks/<device>.json`, as `snakemake bench` writes them."""
     memory, speed = leg["memory_mib"], leg["tokens_per_second"]
     spread = {"p10": leg["tokens_per_second_p10"], "p90": leg["tokens_per_second_p90"]}
@@ -102,7 +104,7 @@ def bench_row(leg: Record, work: str, precision: str, sequence_length: int) -> R
         "measure": "step",
         "precision": precision,
         "micro_batch": leg["micro_batch"],
-        "recompute": 0,
+        "recompute": recompute,
         "tokens_per_step": leg["tokens_per_step"],
         "sequence_length": sequence_length,
         "processes": leg["world_size"],
