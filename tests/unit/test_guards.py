@@ -244,6 +244,15 @@ def test_ranges_are_those_of_each_layer_and_the_steps_stay_the_same(manifest, tm
     assert len(activations["rms"]["mlp"]) == 2
 
 
+def test_a_text_that_gave_no_question_is_trained_on(manifest, tmp_path, start):
+    (tmp_path / "questions.jsonl").touch()
+    run = start(tmp_path / "run", tmp_path / "questions.jsonl", hellaswag=True, max_steps=1)
+    run.run()
+    records = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert len(records["train"]) == 1 and "hellaswag" not in records
+    assert "is empty: no choice of endings" in (tmp_path / "run/train.log").read_text()
+
+
 def test_ranges_validation_questions_and_samples_change_no_bit(manifest, tmp_path, start):
     questions = make_questions(tmp_path / "questions.jsonl", 3)
     often = {"ranges_every_steps": 3, "val_every_steps": 3, "sample_every_steps": 4}

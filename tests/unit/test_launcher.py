@@ -32,7 +32,15 @@ from miniseries.metrics import read_json, read_metrics, write_json
 from miniseries.training import launcher, microbatch, supervisor, trial
 from miniseries.training.checkpoint import checkpoint_folder, load_model_weights, saved_steps
 from miniseries.training.distributed import start_world
-from miniseries.training.launcher import LocalRun, _until_complete, freeze, newest_checkpoint
+from miniseries.training.launcher import (
+    LocalRun,
+    _try_micro_batches,
+    _until_complete,
+    freeze,
+    launch,
+    launch_replay,
+    newest_checkpoint,
+)
 from miniseries.training.supervisor import (
     CRASHED,
     GPUS_SEEN,
@@ -139,6 +147,14 @@ def test_the_newest_checkpoint_is_found_beside_files_of_other_names(tmp_path):
     for name in ("8.json", "12.json", "notes.json"):
         (tmp_path / "saved" / name).touch()
     assert newest_checkpoint(tmp_path) == 12
+
+
+def test_what_a_run_starts_from_is_kept_when_a_later_start_does_not_name_it(manifest, tmp_path):
+    settings, weights = make_settings(tmp_path / "in.json"), tmp_path / "model_00000010.bin"
+    weights.touch()
+    first = freeze(settings, manifest, tmp_path, weights)
+    assert first["start"]["path"] == str(weights)
+    assert freeze(settings, manifest, tmp_path) == first == read_json(tmp_path / "settings.json")
 
 
 def test_a_process_whose_launcher_dies_while_it_loads_leaves_the_run_alone(manifest, tmp_path):
@@ -273,6 +289,7 @@ def test_the_trial_keeps_the_largest_that_fits_for_the_run_s_processes(
 ):
     settings = make_settings(tmp_path / "in.json", micro_batch="auto", total_batch_tokens=1024)
     frozen = freeze(settings, manifest, tmp_path)
+    monkeypatch.setattr(trial, "die_with_parent", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "GPU A")
     monkeypatch.setattr(trial, "_fits", lambda _settings, size, *_more: size <= 4)
     trial.find_micro_batch(tmp_path, processes=2)
@@ -536,6 +553,23 @@ def test_a_run_that_dies_again_and_again_without_a_new_checkpoint_is_given_up(
         outcomes(monkeypatch, tmp_path / "e", ((0, REFUSED), 5, 0))
 
 
+def test_a_replay_or_trial_that_is_killed_is_named_and_one_that_refuses_has_said_why(
+    manifest, tmp_path, monkeypatch
+):
+    frozen = freeze(make_settings(tmp_path / "in.json", micro_batch="auto"), manifest, tmp_path)
+    run, killed = LocalRun(frozen, tmp_path, 2, "GPU A", Ears()), -signal.SIGKILL
+    for begin in (
+        lambda: launch_replay(tmp_path, manifest, 3, tmp_path / "replay.json"),
+        lambda: _try_micro_batches([], run),
+    ):
+        monkeypatch.setattr(LocalRun, "start", lambda *_: Outcome([killed, 0], 0))
+        with pytest.raises(ValueError, match="0 was killed by SIGKILL; give the same command agai"):
+            begin()
+        monkeypatch.setattr(LocalRun, "start", lambda *_: Outcome([killed, REFUSED], 0, killed=[0]))
+        with pytest.raises(SystemExit, match=f"^{REFUSED}$"):
+            begin()
+
+
 def test_before_its_first_step_a_process_may_be_silent_for_half_an_hour():
     child = types.SimpleNamespace(poll=lambda: None)
 
@@ -563,6 +597,33 @@ def test_a_process_that_is_told_to_stop_alone_does_not_leave_the_others_waiting(
     with Ears() as ears:
         outcome = supervise([sys.executable, "-c", program], 2, 600, ears)
     assert outcome.codes == [-signal.SIGKILL, STOPPED] and outcome.is_stop
+
+
+@pytest.mark.parametrize(
+    ("code", "grace_seconds", "is_late"), [(CRASHED, 60.0, False), (STOPPED, 1.0, True)]
+)
+def test_a_save_is_too_slow_only_if_no_process_failed_at_something_else(
+    monkeypatch, code, grace_seconds, is_late
+):
+    def send_to_the_deaf(process, number):
+        if number == signal.SIGKILL:
+            process.child.kill()
+
+    monkeypatch.setattr(supervisor._Process, "send", send_to_the_deaf)
+    monkeypatch.setattr(supervisor, "GRACE_SECONDS", grace_seconds)
+    monkeypatch.setattr(supervisor, "SECONDS_FOR_THE_OTHERS", 0.2)
+    program = f"import os, time; os.environ['RANK'] == '1' and os._exit({code}); time.sleep(300)"
+    ears = types.SimpleNamespace(heard=signal.SIGTERM)
+    assert supervise([sys.executable, "-c", program], 2, 600, ears).is_late == is_late
+
+
+def test_a_batch_that_cannot_be_shared_is_refused_before_any_process_starts(
+    manifest, tmp_path, monkeypatch
+):
+    monkeypatch.delattr(LocalRun, "start")
+    settings = make_settings(tmp_path / "in.json", gpus=3)
+    with pytest.raises(ValueError, match="which 3 processes cannot share equally"):
+        launch(settings, manifest, None, tmp_path, tmp_path / "done.json")
 
 
 def test_a_large_model_is_not_trained_on_a_cpu_because_the_gpus_are_not_seen(manifest, tmp_path):

@@ -781,6 +781,22 @@ def test_deterministic_allows_repeatable_operations_alone(manifest, tmp_path, on
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("key", ["init_from", "branch_from"])
+def test_a_run_that_starts_from_another_does_not_begin_with_random_weights(
+    manifest, tmp_path, one_world, key
+):
+    settings = freeze(make_settings(tmp_path / "in.json"), manifest, tmp_path)
+    settings["recipe"][key] = "trunk@4"
+    with pytest.raises(ValueError, match="starts from trunk@4: name the file by `--init-from`"):
+        trainer.Trainer(settings, load_manifest(manifest), None, tmp_path, start_world())
+
+
+def test_no_sample_is_written_of_no_tokens(manifest, tmp_path, one_world):
+    run = in_this_process(tmp_path, manifest, max_steps=3, sample_every_steps=1, sample_tokens=0)
+    run.run()
+    assert not (tmp_path / "samples.txt").exists()
+
+
 def test_branches_of_one_trunk_are_the_runs_that_train_every_step_themselves(
     manifest, tmp_path, one_world
 ):
@@ -866,6 +882,16 @@ def test_processes_that_cannot_share_a_batch_equally_are_refused(manifest, tmp_p
     assert result.returncode == 1
     assert "which 3 processes cannot share equally; set machine.gpus" in result.stderr
     assert "Traceback" not in result.stderr, result.stderr
+
+
+def test_under_torchrun_settings_that_were_put_there_by_hand_last_to_the_end(manifest, tmp_path):
+    settings = make_settings(tmp_path / "settings.json", max_steps=3)
+    command = train_command(settings, manifest, tmp_path)
+    command[1:1] = ["-m", "torch.distributed.run", "--standalone"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    done, fingerprint = read_json(tmp_path / "done.json"), load_manifest(manifest).fingerprint
+    assert done["data_fingerprint"] == fingerprint
 
 
 def test_a_damaged_shard_ends_the_run_before_its_first_step(manifest, tmp_path):

@@ -166,12 +166,16 @@ def freeze(
     """
     present = read_json(settings)
     present["data_fingerprint"] = load_manifest(manifest).fingerprint
-    check_frozen(present, folder / "settings.json", manifest)
+    frozen = folder / "settings.json"
+    check_frozen(present, frozen, manifest)
+    before = read_json(frozen).get("start") if frozen.exists() else None
+    if before:
+        present["start"] = before
     if init_from:
         from miniseries.training.pretrained import freeze_start  # loads PyTorch
 
         present["start"] = freeze_start(init_from, folder)
-    write_json(folder / "settings.json", present)
+    write_json(frozen, present)
     return present
 
 
@@ -195,6 +199,8 @@ def launch(
     with Ears() as ears, claim(folder):
         frozen = freeze(settings, manifest, folder, init_from)
         run = LocalRun(frozen, folder, *local_processes(frozen["machine"]["gpus"]), ears)
+        # refuses a batch that cannot be shared once, and not once in each process
+        microbatch.windows_per_process(frozen["recipe"], run.processes)
         if run.device == "cpu":
             _check_work(frozen["recipe"])
         command = [sys.executable, str(Path(sys.argv[0]).resolve()), "--manifest", str(manifest)]
@@ -208,7 +214,7 @@ def launch_replay(folder: Path, manifest: Path, step: int, output: Path) -> None
     """Do one step of a run twice, on as many processes as the run would take now.
 
     Raises:
-        ValueError: there is no such run.
+        ValueError: there is no such run, or a process was killed, crashed, or hung.
         SystemExit: it failed, and has said why; or a signal came.
     """
     with Ears() as ears:
@@ -218,14 +224,16 @@ def launch_replay(folder: Path, manifest: Path, step: int, output: Path) -> None
         command = [sys.executable, str(Path(sys.argv[0]).resolve()), "--folder", str(folder)]
         command += ["--manifest", str(manifest), "--step", str(step), "--output", str(output)]
         outcome = run.start(command, run.processes)
-        if any(outcome.codes):
-            raise SystemExit(STOPPED if ears.heard else REFUSED)
+        if ears.heard:
+            raise SystemExit(STOPPED)
+        _check_trial(outcome)
 
 
 def _try_micro_batches(command: list[str], run: LocalRun) -> None:
     """Find out what `micro_batch: auto` is here, in a process of its own, unless it is known.
 
     Raises:
+        ValueError: the process was killed, crashed, or hung.
         SystemExit: nothing fits, and the process has said so; or a signal came.
     """
     wanted = run.settings["machine"]["micro_batch"] == "auto" and run.device != "cpu"
@@ -234,8 +242,15 @@ def _try_micro_batches(command: list[str], run: LocalRun) -> None:
     outcome = run.start([*command, "--find-micro-batch", str(run.processes)], 1)
     if run.ears.heard or outcome.is_stop:
         raise SystemExit(STOPPED)
+    _check_trial(outcome)
+
+
+def _check_trial(outcome: Outcome) -> None:
+    """Raise unless all processes of what is not started again did their work."""
+    if REFUSED in outcome.codes:
+        raise SystemExit(REFUSED)  # that process has said why
     if any(outcome.codes):
-        raise SystemExit(REFUSED)
+        raise ValueError(f"{outcome.reason()}; give the same command again")
 
 
 def _until_complete(command: list[str], run: LocalRun) -> None:

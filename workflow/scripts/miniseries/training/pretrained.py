@@ -187,8 +187,9 @@ def import_llmc(model: Path, settings: Path, folder: Path) -> None:
         raise ValueError(f"{folder}: holds checkpoints already; take a run with another name")
     if not 0 < state.step <= content["recipe"]["max_steps"]:
         raise ValueError(f"{model}: step {state.step} is not within the run's max_steps")
-    weights = state.master or {name: tensor.float() for name, tensor in weights.items()}
-    tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
+    kept_in = torch.float32 if content["recipe"].get("master_weights", True) else torch.bfloat16
+    weights = state.master or weights
+    tensors = {f"model.{name}": tensor.to(kept_in) for name, tensor in weights.items()}
     tensors |= {f"exp_avg.{name}": tensor for name, tensor in state.moments.items()}
     tensors |= {f"exp_avg_sq.{name}": tensor for name, tensor in state.squares.items()}
     final = checkpoint_folder(folder, state.step)

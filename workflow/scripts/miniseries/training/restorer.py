@@ -133,8 +133,14 @@ class Restorer:
             return self._take_over(state, self.settings["fingerprint"], micro_batch)
         if start and self.recipe["branch_from"]:
             return self._branch_off(Path(start["path"]), micro_batch)
+        wanted = self.recipe["branch_from"] or self.recipe["init_from"]
         if start:
             load_start(self.model, Path(start["path"]))
+        elif wanted:
+            raise ValueError(
+                f"this run starts from {wanted}: name the file by `--init-from`; under torchrun "
+                "start the run once on one node, which notes it"
+            )
         else:
             init_weights(self.model, drawn)
         return Beginning()
@@ -149,7 +155,7 @@ class Restorer:
         self.guards.load_state_dict(state)
         found = Beginning(state["step"], state["wall_seconds"])
         for key, now in (("world_size", self.world.size), ("micro_batch", micro_batch)):
-            if state[key] != now:
+            if state[key] != now and "imported_from" not in state:
                 found.notes.append(
                     f"the checkpoint was made with {key} {state[key]}, now it is {now}: the same "
                     "batches, and losses equal but for rounding"

@@ -209,7 +209,7 @@ def _watch(group: list[_Process], stall_seconds: float, ears: Ears, outcome: Out
             more = GRACE_SECONDS if ended == {STOPPED} else SECONDS_FOR_THE_OTHERS
             deadline = min(deadline, time.monotonic() + more)
         if time.monotonic() > deadline:
-            outcome.is_late = is_told
+            outcome.is_late = is_told and ended <= {STOPPED}  # else it failed at something else
             return
         outcome.silent = [r for r, p in enumerate(group) if p.is_silent(stall_seconds)]
         if outcome.silent and not is_told:

@@ -166,11 +166,14 @@ class Trainer:
 
     def _make_evaluator(self, questions: Path | None) -> Evaluator:
         wanted = self.machine["hellaswag"] and questions is not None
+        asked = encode_questions(questions, gpt2_encoding()) if wanted else []
+        if wanted and not asked:
+            self.journal.say(f"{questions} is empty: no choice of endings is scored")
         return Evaluator(
             self.model,
             self.recipe,
             self.manifest,
-            encode_questions(questions, gpt2_encoding()) if wanted else None,
+            asked or None,
             world=self.world,
             micro_batch=self.micro_batch,
             sample_tokens=self.machine["sample_tokens"],
@@ -377,7 +380,8 @@ class Trainer:
                 is_random = step == 0 and not self.settings.get("start")  # HellaSwag is by chance
                 with self.journal.pausing("evaluation", every):
                     val_loss = self.evaluator.evaluate(step, with_questions=not is_random)
-            if step > 0 and self._due(step, every := self.machine["sample_every_steps"]):
+            wants_samples = step > 0 and self.machine["sample_tokens"] > 0
+            if wants_samples and self._due(step, every := self.machine["sample_every_steps"]):
                 with self.journal.pausing("sample", every):
                     self.journal.samples(step, self.evaluator.draw_text())
             if step == self.max_steps:

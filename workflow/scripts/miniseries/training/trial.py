@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from miniseries.metrics import read_json
+from miniseries.metrics import die_with_parent, read_json
 from miniseries.model.gpt import VOCAB_SIZE, GPTConfig
 from miniseries.training.assembly import attention_kernels, make_model
 from miniseries.training.distributed import COMPUTE_DTYPES
@@ -24,6 +24,7 @@ def find_micro_batch(folder: Path, processes: int) -> None:
     Raises:
         ValueError: not even one sequence fits.
     """
+    die_with_parent()  # beside a later trial it would take the memory that this one measures
     settings = read_json(folder / "settings.json")
     device = torch.device("cuda", 0)
     windows = windows_per_process(settings["recipe"], processes)

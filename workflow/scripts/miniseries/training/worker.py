@@ -41,12 +41,14 @@ def train(manifest: Path, questions: Path | None, folder: Path, done: Path) -> N
     faulthandler.register(signal.SIGUSR1)  # the launcher asks where a process hangs
     trainer = None
     try:
-        settings = read_json(folder / "settings.json")
+        data = load_manifest(manifest)
+        # the launcher's settings have it; those that were put there for torchrun do not
+        settings = {"data_fingerprint": data.fingerprint, **read_json(folder / "settings.json")}
         deterministic = settings["machine"]["deterministic"]
         if deterministic:
             determinism.enforce()
         world = start_world()
-        trainer = Trainer(settings, load_manifest(manifest), questions, folder, world)
+        trainer = Trainer(settings, data, questions, folder, world)
         with attention_kernels(world.device, deterministic):
             val_loss = trainer.run()
         if world.is_main:
