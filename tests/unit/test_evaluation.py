@@ -12,6 +12,7 @@ from test_export import CONFIG, make_data, make_run, trained_model
 
 from miniseries.data.encode import gpt2_encoding
 from miniseries.data.shards import load_manifest, open_shard
+from miniseries.evaluation.card import measured_scores
 from miniseries.evaluation.choices import encode_questions, right_answers
 from miniseries.evaluation.export import export_model
 from miniseries.evaluation.scores import (
@@ -84,6 +85,14 @@ def test_scores_after_training_are_those_of_the_training_loop(data, exported, mo
         assert hellaswag["harness"][f"{key}_stderr"] == found[f"{key}_stderr"]
         assert key in hellaswag["llmc"]
     assert hellaswag["weights_sha256"] == val_loss["weights_sha256"]
+
+
+def test_a_text_that_gave_no_question_still_has_a_validation_loss(data, exported):
+    (data / "hellaswag.jsonl").write_text("")
+    val_loss, hellaswag, items = score(data, exported, device="cpu")
+    assert val_loss["num_tokens"] == 640
+    assert (hellaswag["questions"], hellaswag["num_items"], items) == (None, 0, [])
+    assert next(iter(measured_scores(val_loss, hellaswag, {}))) == "validation loss on made"
 
 
 def test_the_log_of_items_holds_what_every_score_is_counted_from(data, exported):

@@ -43,7 +43,13 @@ def test_a_task_twice_is_refused_since_a_file_has_one_score_of_it(tmp_path):
 
 def test_data_on_this_machine_come_before_those_of_the_hub(tmp_path):
     questions = tmp_path / "hellaswag.jsonl"
-    assert local_files("hellaswag", 0, None, questions) == {"validation": str(questions)}
+    questions.touch()
+    assert local_files("hellaswag", 0, None, questions) == {}  # none could be made of the text
+    questions.write_text("{}")
+    (tmp_path / "hellaswag").mkdir()
+    for task_data in (None, tmp_path):
+        assert local_files("hellaswag", 0, task_data, questions) == {"validation": str(questions)}
+    (tmp_path / "hellaswag").rmdir()
     assert local_files("hellaswag", 10, None, questions) == {}
     assert local_files("gsm8k", 0, tmp_path, questions) == {}
     (tmp_path / "gsm8k").mkdir()

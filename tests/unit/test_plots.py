@@ -320,7 +320,7 @@ def test_a_run_without_scores_has_no_line_of_its_own_in_a_series():
     measured = run_of(val_record(5, 5.0), score_record(5, 0.3, num_items=200), name="a")
     runs = [run_of(val_record(0, 10.7), name="b"), measured]
     right = draw_series(runs, "both", ["b", "a"], STYLE).axes[1]
-    assert "GPT-2: 124M 29.4 % (other data)" in legend_of(right)
+    assert "GPT-2: 124M 29.4 % (other questions)" in legend_of(right)
 
 
 NAN, INF = math.nan, math.inf

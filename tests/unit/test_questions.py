@@ -96,6 +96,13 @@ QUESTION = {
 }
 
 
+def test_a_line_of_questions_ends_where_its_file_says(tmp_path):
+    question = QUESTION | {"ctx": "one\u2028two"}
+    (tmp_path / "q.jsonl").write_text(json.dumps(question, ensure_ascii=False) + "\n")
+    fetch_questions(str(tmp_path / "q.jsonl"), tmp_path / "hellaswag.jsonl")
+    assert json.loads((tmp_path / "hellaswag.jsonl").read_text()) == question
+
+
 def test_questions_come_from_the_hubs_parquet_with_the_label_as_a_number(hub, tmp_path):
     row = QUESTION | {"label": "3", "source_id": "activitynet~v_-JhWjGDPHMY", "split": "val"}
     pq.write_table(pa.Table.from_pylist([row] * 2), tmp_path / "q.parquet")
@@ -182,7 +189,10 @@ def test_questions_that_the_eval_file_cannot_hold_are_refused(tmp_path):
     (tmp_path / "q.jsonl").write_text(json.dumps(QUESTION | {"ctx": "a b " * 20_000}))
     with pytest.raises(ValueError, match=r"question 0: .* bytes, the format holds 65535"):
         write_eval_file(tmp_path / "q.jsonl", tmp_path / "a.bin")
+    (tmp_path / "q.jsonl").write_text((json.dumps(QUESTION) + "\n") * 65_536)
+    with pytest.raises(ValueError, match="holds 65535 examples, not 65536"):
+        write_eval_file(tmp_path / "q.jsonl", tmp_path / "a.bin")
     (tmp_path / "q.jsonl").write_text("")
-    with pytest.raises(ValueError, match="holds 1 to 65535 examples"):
+    with pytest.raises(ValueError, match="holds no row"):
         write_eval_file(tmp_path / "q.jsonl", tmp_path / "a.bin")
     assert not (tmp_path / "a.bin").exists()

@@ -167,37 +167,41 @@ def fetch_questions(
     """
     output = Path(output)
     if Path(source).suffix in (".jsonl", ".parquet"):
-        _write_questions(source, _read_rows(Path(source)), output)
+        _write_questions(source, read_rows(Path(source)), output)
         return
 
     def fetch() -> None:
         path, _ = fetch_file(source, HELLASWAG_FILE, revision, output.parent, **options)
-        _write_questions(source, _read_rows(path), output)
+        _write_questions(source, read_rows(path), output)
         path.unlink()
 
     answer_again(fetch, output, source, revision)
 
 
 def _write_questions(source: str, rows: list[dict[str, Any]], output: Path) -> None:
-    if not rows:
-        raise ValueError(f"{source}: no questions")
     lines = [json.dumps(_question(row, f"{source}, question {i}")) for i, row in enumerate(rows)]
     write_text(output, "\n".join(lines) + "\n")
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    if path.suffix == ".parquet":
-        from pyarrow import ArrowException, parquet  # half a second, needed here only
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a .parquet or .jsonl file.
 
-        try:
-            return parquet.read_table(path).to_pylist()
-        except ArrowException as error:
-            raise ValueError(f"{path}: cannot be read as parquet ({error})") from None
+    Raises:
+        ValueError: missing, damaged, or empty.
+    """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines if line.strip()]
-    except ValueError as error:
-        raise ValueError(f"{path}: not a file of JSON lines ({error})") from None
+        if path.suffix == ".parquet":
+            from pyarrow import parquet  # half a second, needed here only
+
+            rows = parquet.read_table(path).to_pylist()
+        else:
+            lines = path.read_bytes().splitlines()  # a str would be cut at a raw U+2028 as well
+            rows = [json.loads(line) for line in lines if line.strip()]
+    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
+        raise ValueError(f"{path}: cannot be read ({error})") from None
+    if not rows:
+        raise ValueError(f"{path}: holds no row")
+    return rows
 
 
 def _question(row: dict[str, Any], place: str) -> dict[str, Any]:
@@ -228,12 +232,10 @@ def write_eval_file(questions: Path, output: Path) -> None:
         ValueError: not readable as questions, more of them or longer ones than the format holds.
     """
     rows = [
-        _question(row, f"{questions}, question {i}") for i, row in enumerate(_read_rows(questions))
+        _question(row, f"{questions}, question {i}") for i, row in enumerate(read_rows(questions))
     ]
-    if not 0 < len(rows) <= MAX_EXAMPLES:
-        raise ValueError(
-            f"{questions}: the format holds 1 to {MAX_EXAMPLES} examples, not {len(rows)}"
-        )
+    if len(rows) > MAX_EXAMPLES:
+        raise ValueError(f"{questions}: the format holds {MAX_EXAMPLES} examples, not {len(rows)}")
     examples = [_example(row, i, f"{questions}, question {i}") for i, row in enumerate(rows)]
     longest = max(map(len, examples))
     header = struct.pack("<4i", EVAL_MAGIC, EVAL_VERSION, len(rows), longest).ljust(1024, b"\0")

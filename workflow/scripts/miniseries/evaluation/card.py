@@ -67,8 +67,8 @@ def measured_scores(
         scores["bits per byte"] = f"{val_loss['bits_per_byte']:.4f}"
     ways = {"acc": "sum", "acc_token_mean": "mean per token", "acc_characters": "per character"}
     for prompt, name in (("llmc", "llm.c's prompt"), ("harness", "lm-eval's prompt")):
-        for way, counted in ways.items():
-            found = choices[prompt]
+        found = choices.get(prompt)  # None if no question could be made of the text
+        for way, counted in ways.items() if found else ():
             label = f"{choices['questions']}, {name}, {counted}"
             scores[label] = _share(found[way], found.get(f"{way}_stderr"))
     for task, found in tasks.items():

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tiktoken
 
+from miniseries.data.questions import read_rows
 from miniseries.data.shards import DOCUMENT_MARK
 
 LLMC = "llmc"  # llm.c: the context as it is
@@ -38,13 +39,17 @@ class Question(NamedTuple):
     candidates: dict[str, list[Candidate]]
 
 
-def question_set(num_items: int | None) -> str:
-    """Whose questions these are: HellaSwag's own only if their number is."""
+def question_set(num_items: int | None) -> str | None:
+    """Whose questions these are: HellaSwag's own only if their number is; None without any."""
+    if not num_items:
+        return None
     return "HellaSwag" if num_items == HELLASWAG_ITEMS else "made-up questions"
 
 
 def read_questions(path: Path) -> list[dict[str, Any]]:
-    """Questions in HellaSwag's own keys, one JSON object a line.
+    """Questions in HellaSwag's own keys, one JSON object a line; none of an empty file.
+
+    A held-out text may be such that no question can be made of it.
 
     Raises:
         ValueError: names the file and the line that is not a question with four endings.
@@ -65,8 +70,6 @@ def read_questions(path: Path) -> list[dict[str, Any]]:
         if not all(isinstance(text, str) for text in [*texts, *endings]):
             raise ValueError(f"{path}: line {number} holds something other than text; {remedy}")
         questions.append({**content, "label": label})
-    if not questions:
-        raise ValueError(f"{path}: holds no question; {remedy}")
     return questions
 
 
@@ -170,27 +173,6 @@ def encode_mmlu(path: Path, encoding: tiktoken.Encoding) -> list[Question]:
     return [
         Question(label, {MMLU: candidates[4 * i : 4 * i + 4]}) for i, label in enumerate(labels)
     ]
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a .parquet or .jsonl file.
-
-    Raises:
-        ValueError: missing, damaged, or empty.
-    """
-    try:
-        if path.suffix == ".parquet":
-            from pyarrow import parquet  # half a second, needed here only
-
-            rows = parquet.read_table(path).to_pylist()
-        else:
-            lines = path.read_bytes().splitlines()  # a str would be cut at a raw U+2028 as well
-            rows = [json.loads(line) for line in lines if line.strip()]
-    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
-        raise ValueError(f"{path}: cannot be read ({error})") from None
-    if not rows:
-        raise ValueError(f"{path}: holds no question")
-    return rows
 
 
 def right_answers(items: Sequence[dict[str, Any]], way: str) -> np.ndarray:

@@ -72,17 +72,18 @@ def local_files(
 ) -> dict[str, str]:
     """Data files of a task by split; none if lm-eval is to take those of the hub.
 
-    HellaSwag without examples takes the questions that the run itself was scored on.
+    HellaSwag without examples takes the questions that the run itself was scored on, if there are
+    any.
 
     Args:
         task_data: folder with {task}/{split}.jsonl or .parquet.
     """
+    if task == "hellaswag" and shots == 0 and questions and questions.stat().st_size:
+        return {"validation": str(questions.resolve())}
     folder = task_data / task if task_data else None
     if folder and folder.is_dir():
         files = sorted([*folder.glob("*.jsonl"), *folder.glob("*.parquet")])
         return {path.stem: str(path.resolve()) for path in files}
-    if task == "hellaswag" and shots == 0 and questions:
-        return {"validation": str(questions.resolve())}
     return {}
 
 
@@ -140,12 +141,10 @@ def check_tasks(tasks: Sequence[str], scores: Path) -> None:
         scores: what `run_harness` wrote before; if it does not exist there is nothing to lose.
 
     Raises:
-        ValueError: as `run_harness` for tasks that are new.
+        ValueError: as `run_harness` if the scores are of other tasks than these.
     """
-    if scores.exists():
-        known = read_json(scores)["tasks"]
-        wanted = [task for task, _ in parse_tasks(tasks)]
-        _task_manager([task for task in wanted if task not in known])
+    if scores.exists() and read_json(scores).get("asked") != list(tasks):
+        _task_manager([task for task, _ in parse_tasks(tasks)])
 
 
 def _task_manager(names: Sequence[str]) -> Any:
@@ -281,5 +280,5 @@ def run_harness(
     identity = {"model": export.resolve().name, "run": known.get("run"), "step": known.get("step")}
     identity |= {"weights_sha256": weights_sha256(export), "lm_eval_version": lm_eval.__version__}
     write_text(items_jsonl, "".join(f"{line}\n" for line in lines))
-    mean = {"leaderboard_mean": leaderboard_mean(found)}
-    write_json(output, {**identity, "dtype": known.get("dtype"), **mean, "tasks": found})
+    scores = {"leaderboard_mean": leaderboard_mean(found), "asked": tasks, "tasks": found}
+    write_json(output, {**identity, "dtype": known.get("dtype"), **scores})

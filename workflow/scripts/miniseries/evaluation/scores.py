@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from miniseries.data.encode import gpt2_encoding
+from miniseries.data.questions import read_rows
 from miniseries.data.shards import DOCUMENT_MARK, VOCAB_SIZE, Manifest, load_manifest, open_shard
 from miniseries.evaluation.choices import (
     HARNESS,
@@ -17,7 +18,6 @@ from miniseries.evaluation.choices import (
     encode_mmlu,
     encode_questions,
     question_set,
-    read_rows,
 )
 from miniseries.evaluation.huggingface import load_export
 from miniseries.evaluation.scoring import (
@@ -88,7 +88,7 @@ def score_export(
     Args:
         export: a Hugging Face GPT-2 folder.
         manifest: its validation shards are read.
-        questions: HellaSwag's keys, one JSON object a line.
+        questions: HellaSwag's keys, one JSON object a line; empty if there are none.
         micro_batch: rows of T tokens in one forward call.
         val_loss_json: written.
         hellaswag_json: written.
@@ -110,7 +110,7 @@ def score_export(
     if num_bytes:
         scores["bits_per_byte"] = loss * scores["num_tokens"] / (math.log(2) * num_bytes)
     by_prompt, items = {}, {}
-    for prompt in (LLMC, HARNESS):
+    for prompt in (LLMC, HARNESS) if asked else ():
         options = {"micro_batch": micro_batch, "device": place, "with_items": True}
         by_prompt[prompt] = choice_scores(model, asked, prompt, **options)
         items[prompt] = by_prompt[prompt].pop("items")
@@ -119,16 +119,15 @@ def score_export(
         for i, both in enumerate(zip(*items.values(), strict=True))
     ]
     write_json(val_loss_json, {**identity, "dataset": data.dataset, **scores})
-    write_text(items_jsonl, "\n".join(lines) + "\n")
-    asked_of = {"questions": question_set(len(asked)), "questions_of": data.dataset}
-    if asked_of["questions"] == "HellaSwag":
-        asked_of["questions_of"] = "HellaSwag"
+    write_text(items_jsonl, "".join(f"{line}\n" for line in lines))
+    name = question_set(len(asked))
+    asked_of = {"questions": name, "questions_of": name if name == "HellaSwag" else data.dataset}
     write_json(hellaswag_json, {**identity, **asked_of, "num_items": len(asked), **by_prompt})
-    found = by_prompt[LLMC]["num_correct"], len(asked)
-    print(
-        f"{identity['model']}: val loss {loss:.4f} ({scores['num_tokens']:,} tokens), "
-        f"{asked_of['questions']} {found[0]}/{found[1]} = {found[0] / found[1]:.4f}"
-    )
+    said = f"{identity['model']}: val loss {loss:.4f} ({scores['num_tokens']:,} tokens)"
+    if asked:
+        right = by_prompt[LLMC]["num_correct"]
+        said += f", {name} {right}/{len(asked)} = {right / len(asked):.4f}"
+    print(said)
 
 
 # ---- further tasks --------------------------------------------------------------------------

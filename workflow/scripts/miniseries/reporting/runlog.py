@@ -298,10 +298,15 @@ def accuracy_stderr(accuracy: float | None, num_items: int | None) -> float | No
     return math.sqrt(accuracy * (1 - accuracy) / (num_items - 1))
 
 
+def _other(line: Baseline, kind: str) -> list[str]:
+    """A warning if a published line was not measured on what the run was."""
+    return [] if line.same_data else ["other data" if kind == "val" else "other questions"]
+
+
 def line_label(run: Run, line: Baseline, kind: str) -> str:
     """What a published line is, on which data, and the first step past it."""
     number = f"{line.value:.2f}" if kind == "val" else f"{100 * line.value:.1f} %"
-    other = "" if line.same_data else (", other data" if kind == "val" else ", other questions")
+    other = "".join(f", {word}" for word in _other(line, kind))
     step = first_step_past(run, line, kind)
     word = "below" if kind == "val" else "above"
     past = "" if step is None else f"; first {word} it at step {step:,}"
@@ -314,9 +319,7 @@ def lines_label(lines: list[Baseline], kind: str, low: float, high: float) -> st
     for line in dict.fromkeys(lines):
         value = line.value if kind == "val" else 100 * line.value
         number = f"{value:.2f}" if kind == "val" else f"{value:.1f} %"
-        notes = ["other data"] * (not line.same_data) + ["out of range"] * (
-            not low <= value <= high
-        )
+        notes = _other(line, kind) + ["out of range"] * (not low <= value <= high)
         note = f" ({', '.join(notes)})" if notes else ""
         entries.append(f"{line.model.split()[1]} {number}{note}")
     return f"{lines[0].model.split()[0]}: {', '.join(entries)}"

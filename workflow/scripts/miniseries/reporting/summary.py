@@ -106,7 +106,7 @@ def choice_columns(run: Run, scored: dict[str, Any]) -> dict[str, Any]:
     share = newest.get("acc_norm_token_mean")
     in_loop = {WAY: share, f"{WAY}_stderr": accuracy_stderr(share, num_items)}
     row = {
-        "questions": scored.get("questions") or (question_set(num_items) if num_items else None),
+        "questions": scored.get("questions") or question_set(num_items),
         "hellaswag_num_items": num_items,
     }
     for prompt in (LLMC, HARNESS):
@@ -179,7 +179,7 @@ def baseline_columns(
         if baseline.data_set == run.data_set and is_finite(loss) and is_finite(other):
             difference = loss - other
         # the items are written with hellaswag.json, which alone tells of which weights they are
-        if scores["hellaswag"] and theirs["hellaswag"]:
+        if scores["hellaswag"].get("num_items") and theirs["hellaswag"].get("num_items"):
             folders = (results / "evaluate" / name for name in (model, baseline.name))
             p_value = paired_p_value(*(folder / "hellaswag_items.jsonl" for folder in folders))
     return {
