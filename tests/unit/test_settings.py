@@ -314,6 +314,16 @@ def test_every_problem_gets_its_own_line(config):
     assert len(lines) == 3
 
 
+def test_a_faulty_run_is_no_problem_of_those_that_start_from_it(config):
+    config["runs"] |= {
+        "x": {"extends": "tiny", "num_heads": 3},
+        "y": {"extends": "tiny", "init_from": "x"},
+        "z": {"extends": "tiny", "branch_from": "x@50"},
+    }
+    text = refusal(config)
+    assert "runs.x.num_heads" in text and "1 problem:" in text
+
+
 def test_extends_takes_over_what_is_not_stated(config):
     config["runs"]["child"] = {"extends": "tiny", "seed": 1}
     config["runs"]["grandchild"] = {"extends": "child", "num_layers": 2}
@@ -477,6 +487,12 @@ def test_values_of_a_sweep_are_checked(config):
 def test_sweep_cannot_take_the_name_of_a_run(config):
     config["runs"] |= {"x": {"extends": "tiny", "seed": [1, 2]}, "x-seed-1": {"extends": "tiny"}}
     assert "runs.x: its run 'x-seed-1' has the name of another run" in refusal(config)
+
+
+@pytest.mark.parametrize("starts", [["tiny", "tiny@50"], ["./a", "./b"]])
+def test_a_list_of_starts_is_refused_since_its_runs_would_have_no_names(config, starts):
+    config["runs"]["x"] = {"extends": "tiny", "init_from": starts}
+    assert "is no name of a run; write an entry of its own" in refusal(config)
 
 
 def test_list_of_export_steps_is_no_sweep(config):

@@ -18,7 +18,7 @@ HUB = {"fetch_questions": 1, "list_shards": 1, "write_settings": 1, "train": 1}
     [
         ("train_tiny", TINY),
         ("export_tiny", TINY | {"export": 1}),
-        ("llmc_tiny", TINY | {"export_llmc": 1}),
+        ("llmc_tiny", TINY | {"write_llmc": 1}),
         ("evaluate_tiny", TINY | SCORES),
         ("samples_tiny", TINY | {"export": 1, "write_samples": 1}),
         ("data_builtin", {"prepare_dataset": 1}),
@@ -49,8 +49,8 @@ def test_default_target_takes_every_stage(project):
 def test_nothing_is_uploaded_without_an_owner_and_only_by_its_own_target(project):
     assert "hub.owner is empty" in project.fail("push_tiny")
     project.edit("config/config.yaml", 'owner: ""', "owner: me")
-    assert project.jobs("push_tiny") == TINY | SCORES | {"push_model": 1, "push_tiny": 1}
-    assert "push_model" not in project.jobs()
+    assert project.jobs("push_tiny") == TINY | SCORES | {"upload_model": 1, "push_tiny": 1}
+    assert "upload_model" not in project.jobs()
 
 
 def test_series_takes_the_four_sizes(project):
@@ -132,6 +132,7 @@ def test_touched_data_make_nothing_again(finished_project):
 def test_other_speed_changes_nothing_of_a_finished_run(finished_project):
     finished_project.edit("config/config.yaml", "    micro_batch: 8\n", "    micro_batch: 2\n")
     finished_project.edit("config/config.yaml", "  gpus: auto", "  gpus: 1")
+    finished_project.edit("config/config.yaml", "  tiny:\n", "  tiny:\n    hellaswag: false\n")
     assert finished_project.jobs() == {}
     assert finished_project.jobs("train_tiny") == {}
 
@@ -145,6 +146,17 @@ def test_other_speed_reaches_a_run_that_goes_on(project):
     project.succeed("train_tiny")
     settings = project.folder / "results/settings/tiny.json"
     assert json.loads(settings.read_text())["machine"]["micro_batch"] == 2
+
+
+def test_a_finished_run_that_started_from_a_file_may_move_with_its_project(project, tmp_path):
+    config = {"runs": {"ft": {"extends": "tiny", "init_from": "./gpt2"}}}
+    overlay = ["--configfile", str(project.write("ft.json", config).relative_to(project.folder))]
+    start = {"path": str(project.write("gpt2/config.json", "{}"))}
+    project.succeed("train_ft", *overlay)
+    settings = json.loads((project.folder / "results/settings/ft.json").read_text())
+    project.write("results/train/ft/settings.json", settings | {"start": start})
+    project.folder = project.folder.rename(tmp_path.with_name("moved"))
+    assert project.jobs("train_ft", *overlay) == {}
 
 
 def test_other_look_only_draws_again(finished_project):
@@ -392,6 +404,8 @@ def test_unknown_target_is_told_the_known_ones(project, target, messages):
         ("rate: 1.0e-3", "rate: 1e-3", "YAML reads 1e-3 as text: write 1.0e-3"),
         ("dataset: builtin\n", "dataset: built\n", "there is no dataset 'built'; did you mean"),
         ("default_runs: [tiny]", "default_runs: [toy]", "default_runs: there is no run 'toy'"),
+        ("H200: null", "H200: -1", "H200: -1 is not allowed; needed is a number or null"),
+        ("\nplan:\n", "\nplans:\n", "plans: unknown key"),
     ],
 )
 def test_wrong_configuration_is_refused_in_one_message(project, old, new, message):
@@ -399,6 +413,33 @@ def test_wrong_configuration_is_refused_in_one_message(project, old, new, messag
     text = project.fail("train_tiny")
     assert message in text
     assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "target", "message"),
+    [
+        ("[1558m, gpt2", "[1559m, gpt2", "side_by_side", "there is no run '1559m'; did you mean"),
+        ("rate: 1.0e-3", "rate: [1.0e-3, 2.0e-3]", "bench", "bench.rows.0: 'tiny' is a sweep"),
+        ("rate: 1.0e-3", "rate: [1.0e-3, 2.0e-3]", "ladder", "'tiny' is a sweep; write one of"),
+        (", profile: true", "", "profile", "no row of `bench: rows:` has `profile: true`"),
+    ],
+)
+def test_what_does_not_fit_a_target_is_refused_by_that_one_alone(
+    project, old, new, target, message
+):
+    project.edit("config/config.yaml", old, new)
+    assert message in project.fail(target)
+    assert project.jobs("train_124m")["train"] == 1
+
+
+def test_no_target_of_a_run_has_the_name_of_a_rule(project):
+    """`push_model` would be the rule of that name, and the target of a run called `model`."""
+    files = [project.root / "Snakefile", *(project.root / "workflow/rules").glob("*.smk")]
+    text = "".join(file.read_text() for file in files)
+    stages = set(re.findall(r'f"(\w+_)\{name\}"', text)) | {"harness_", "leaderboard_"}
+    rules = re.findall(r"^(?:rule|checkpoint|use rule \w+ as) (\w+)", text, re.MULTILINE)
+    assert {"train_", "push_", "data_", "verify_"} <= stages and len(rules) > 30
+    assert [rule for rule in rules if rule.startswith(tuple(stages))] == []
 
 
 def test_scripts_understand_what_the_rules_tell_them(project, script_calls):
@@ -420,12 +461,13 @@ def test_slurm_profile_sets_what_the_default_profile_sets(project):
     for key in default.keys() - {"cores", "resources"}:
         assert slurm[key] == default[key], key
     rules = "".join(path.read_text() for path in (project.root / "workflow/rules").glob("*.smk"))
-    for rule in slurm["set-threads"]:
-        assert f" {rule}:\n" in rules, rule
     heads = r"^(?:rule|checkpoint|use rule (?P<base>\w+) as) (?P<name>\w+)(?::| with:)$"
+    names = {head["name"] for head in re.finditer(heads, rules, re.MULTILINE)}
+    assert slurm["set-threads"].keys() <= names
     on_gpu = set()
     for head, following in itertools.pairwise([*re.finditer(heads, rules, re.MULTILINE), None]):
         body = rules[head.end() : following.start() if following else None]
         if "gpu_slot" in body or head["base"] in on_gpu:
             on_gpu.add(head["name"])
     assert {name for name, found in slurm["set-resources"].items() if "gres" in found} == on_gpu
+    assert on_gpu <= slurm["set-threads"].keys()

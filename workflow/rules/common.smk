@@ -31,8 +31,8 @@ RUNS, DATASETS, SWEEPS = CATALOGUE.runs, CATALOGUE.datasets, CATALOGUE.sweeps
 TARGETS = {run: [run] for run in RUNS} | SWEEPS
 DEFAULT_RUNS = [run for name in config["default_runs"] for run in TARGETS[name]]
 SERIES = [run for name in config["series"] for run in TARGETS[name]]
-# Runs drawn together: each sweep by itself, all others in the figure of the miniseries.
-SERIES_FIGURES = {"miniseries": [name for name in TARGETS if name in RUNS]} | SWEEPS
+# Runs drawn together: all in the figure of the miniseries, those of a sweep in its own, too.
+SERIES_FIGURES = {"miniseries": list(RUNS)} | SWEEPS
 
 
 def refuse(error):
@@ -205,8 +205,11 @@ def until_done(path):
 
 
 def questions_of_run(wildcards):
-    """Input function: what training is measured by on the way; nothing with `hellaswag: false`."""
-    wanted = RUNS[wildcards.run]["machine"]["hellaswag"]
+    """Input function: what training is measured by on the way; nothing with `hellaswag: false`.
+
+    Of a complete run as it was trained: another set of inputs would train it again.
+    """
+    wanted = json.loads(settings_of_run(wildcards))["machine"]["hellaswag"]
     return questions_path(wildcards.run) if wanted else []
 
 
@@ -219,7 +222,14 @@ def start_of_run(wildcards):
         start = marker_of(init_from)
     if not start:
         return []
-    return ancient(start) if is_done(wildcards.run) else start
+    if not is_done(wildcards.run):
+        return start
+    with suppress(ValueError, KeyError):  # gone or damaged
+        # where it was: in a project that has moved its path would be another input, as above
+        start = read_json(Path(f"results/train/{wildcards.run}/settings.json"))[
+            "start"
+        ]["path"]
+    return ancient(start)
 
 
 def start_option(wildcards, input, output):

@@ -34,7 +34,7 @@ rule export:
         """
 
 
-rule export_llmc:
+rule write_llmc:
     """Write one checkpoint as files that llm.c reads."""
     input:
         marker=marker_of_model,
@@ -45,9 +45,9 @@ rule export_llmc:
         tokenizer="results/llmc/{model}/gpt2_tokenizer.bin",
         debug_state="results/llmc/{model}/debug_state.bin",
     log:
-        "results/logs/export_llmc/{model}.log",
+        "results/logs/write_llmc/{model}.log",
     benchmark:
-        "results/benchmarks/export_llmc/{model}.tsv"
+        "results/benchmarks/write_llmc/{model}.tsv"
     conda:
         "../envs/miniseries.yaml"
     params:
@@ -62,7 +62,7 @@ rule export_llmc:
         """
 
 
-rule push_model:
+rule upload_model:
     """Upload one export to the Hugging Face hub, with its scores; only ever on demand."""
     input:
         marker=marker_of_model,
@@ -72,7 +72,7 @@ rule push_model:
     output:
         pushed="results/pushed/{model}.json",
     log:
-        "results/logs/push_model/{model}.log",
+        "results/logs/upload_model/{model}.log",
     localrule: True  # compute nodes often have no network
     conda:
         "../envs/miniseries.yaml"

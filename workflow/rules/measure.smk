@@ -15,9 +15,29 @@ from miniseries.speed.rows import LADDER, resolve_rows
 
 try:
     BENCH_ROWS, LADDER_ROWS = resolve_rows(config, SCHEMA)
+    ROWS_FAULT = None
 except ValueError as error:
-    raise WorkflowError(error) from None
+    BENCH_ROWS, LADDER_ROWS = {}, {}
+    ROWS_FAULT = error
 PROFILED_ROWS = [name for name, row in BENCH_ROWS.items() if row["profile"]]
+
+
+def rows_of(pattern, names):
+    """Input function: files of rows or rungs; refuses faulty ones when somebody asks for them.
+
+    A run that is changed may not fit a row of the bench any more: no reason not to train it.
+    """
+
+    def files(wildcards):
+        if ROWS_FAULT:
+            refuse(ROWS_FAULT)
+        if not names:
+            refuse(
+                "no row of `bench: rows:` has `profile: true`; set it for one of them"
+            )
+        return expand(pattern, row=names)
+
+    return files
 
 
 rule measure_row:
@@ -58,7 +78,7 @@ rule measure_row:
 rule collect_bench:
     """Gather the rows of the bench in one file a device, and in a table."""
     input:
-        rows=expand("results/bench/rows/{row}.json", row=BENCH_ROWS),
+        rows=rows_of("results/bench/rows/{row}.json", BENCH_ROWS),
     output:
         table="results/bench/bench.md",
     log:
@@ -81,7 +101,7 @@ rule collect_bench:
 rule write_profile:
     """Write what the rows with `profile: true` spend their time on."""
     input:
-        rows=expand("results/bench/rows/{row}.json", row=PROFILED_ROWS),
+        rows=rows_of("results/bench/rows/{row}.json", PROFILED_ROWS),
     output:
         table="results/bench/profile.md",
     log:
@@ -118,7 +138,7 @@ use rule measure_row as measure_rung with:
 rule write_ladder:
     """Write the ladder as a table and as a bar chart."""
     input:
-        rungs=expand("results/ladder/rungs/{rung}.json", rung=LADDER),
+        rungs=rows_of("results/ladder/rungs/{row}.json", LADDER),
     output:
         table="results/ladder/ladder.md",
         figure=report(

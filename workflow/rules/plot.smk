@@ -53,7 +53,7 @@ rule plot_run:
 
 
 rule plot_series:
-    """Draw all runs but those of sweeps, or the runs of a sweep, in one figure."""
+    """Draw all runs, or the runs of a sweep, in one figure."""
     input:
         metrics=lambda wildcards: [
             log_path(run) for run in logged(SERIES_FIGURES[wildcards.series])

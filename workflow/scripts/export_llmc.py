@@ -1,4 +1,4 @@
-"""Write a checkpoint as files that llm.c reads; rule `export_llmc` calls this."""
+"""Write a checkpoint as files that llm.c reads; rule `write_llmc` calls this."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Upload an export to the Hugging Face hub; rule `push_model`. HF_TOKEN must allow writing.
+"""Upload an export to the Hugging Face hub; rule `upload_model`. HF_TOKEN must allow writing.
 
 Example: push_model.py --checkpoint-marker results/train/124m/done.json \\
              --export results/export/124m --evaluation results/evaluate/124m \\

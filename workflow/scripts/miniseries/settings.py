@@ -83,14 +83,20 @@ def resolve_runs(config: dict[str, Any], schema: dict[str, Any]) -> Catalogue:
             for run, values in _sweep(name, merged, leaves):
                 if run in catalogue.runs or (run in config["runs"] and run != name):
                     raise ValueError(f"runs.{name}: its run {run!r} has the name of another run")
+                if set(run) & {"@", "/"}:  # from a list of init_from or branch_from
+                    raise ValueError(
+                        f"runs.{name}: {run!r} is no name of a run; write an entry of its own for "
+                        "each value of that list"
+                    )
                 catalogue.runs[run] = _settings(run, name, values, leaves, datasets)
                 if run != name:
                     catalogue.sweeps.setdefault(name, []).append(run)
         except ValueError as error:
             problems.append(str(error))
-    problems += _start_problems(catalogue.runs)
-    problems += branch_problems(catalogue.runs)
-    note_branches(catalogue.runs)
+    if not problems:  # else a faulty run would be missing where another one starts from it
+        problems += _start_problems(catalogue.runs)
+        problems += branch_problems(catalogue.runs)
+        note_branches(catalogue.runs)
     problems += _name_problems(config, catalogue)
     raise_problems(problems)
     return catalogue
@@ -316,7 +322,7 @@ def _name_problems(config: dict[str, Any], catalogue: Catalogue) -> Iterator[str
         yield "datasets.hellaswag: the name is taken by the question file; choose another"
     known = [*catalogue.runs, *catalogue.sweeps]
     lists = {section: config[section] for section in ("default_runs", "series")}
-    lists["plan.runs"] = config.get("plan", {}).get("runs", [])
+    lists["plan.runs"] = config["plan"]["runs"]
     for section, names in lists.items():
         for name in names:
             if name not in known and name not in config["runs"]:

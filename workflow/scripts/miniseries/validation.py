@@ -20,6 +20,7 @@ KINDS = {  # the schema's types in words
     "boolean": "true or false",
     "integer": "an integer",
     "number": "a number",
+    "null": "null",
 }
 LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 # YAML 1.1 takes neither 6e-4 (no point) nor 6.0e4 (no sign) for a number
@@ -158,7 +159,8 @@ def _allowed(leaf: dict[str, Any]) -> str:
         return " or ".join(_allowed(choice) for choice in leaf["oneOf"])
     if "const" in leaf:
         return str(leaf["const"])
-    words = KINDS[leaf["type"]]
+    kinds = leaf["type"] if isinstance(leaf["type"], list) else [leaf["type"]]
+    words = " or ".join(KINDS[kind] for kind in kinds)
     ranges = [f"{sign} {leaf[key]}" for key, sign in LIMITS.items() if key in leaf]
     words += f" {' and '.join(ranges)}" if ranges else ""
     words += " with at least one entry" if "minItems" in leaf else ""
