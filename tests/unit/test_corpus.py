@@ -216,6 +216,17 @@ def test_a_huge_text_as_one_document_is_refused_with_the_remedy(tmp_path, monkey
         read(tmp_path, "a.txt", split="blank_lines")
 
 
+def test_a_file_without_line_ends_does_not_fill_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "MAX_TEXT_BYTES", 10)
+    (tmp_path / "a.txt").write_text("x" * 100)
+    with pytest.raises(ValueError, match=r"a\.txt:1: more than 10 characters without a blank"):
+        read(tmp_path, "a.txt", split="blank_lines")
+    (tmp_path / "a.jsonl").write_text(json.dumps([{"text": "x"}] * 9))
+    for piece in (Piece(f"{tmp_path}/a.jsonl"), Piece(f"{tmp_path}/a.jsonl", 20, 30)):
+        with pytest.raises(ValueError, match=r"a\.jsonl: a line of more than 10 bytes"):
+            list(corpus._lines(piece))
+
+
 def test_a_held_out_file_is_not_trained_on_by_whatever_way_it_is_reached(tmp_path, monkeypatch):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(name)

@@ -49,6 +49,25 @@ def test_a_good_shard_is_noted_with_tokens_bytes_hash_and_commit(shard, tmp_path
     }
 
 
+def test_a_note_of_a_shard_is_not_on_the_disk_before_the_shard_is(shard, tmp_path, monkeypatch):
+    events, sync, replace = [], os.fsync, Path.replace
+
+    def synced(handle):
+        events.append(("sync", os.fstat(handle).st_size))
+        sync(handle)
+
+    def renamed(path, target):
+        events.append(("rename", Path(target).name))
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", renamed)
+    fetched(shard, tmp_path / "d")
+    named = [event for event in events if event in (("sync", 101_024), ("rename", shard[0]))]
+    assert named == [("sync", 101_024), ("rename", shard[0])]
+    assert events.index(named[1]) < events.index(("rename", f"{shard[0]}.json"))
+
+
 def test_a_shard_that_is_here_and_right_is_not_asked_for_again(hub, shard, tmp_path):
     fetched(shard, tmp_path / "d")
     num_requests = len(hub.requests)

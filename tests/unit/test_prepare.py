@@ -126,6 +126,31 @@ def test_text_that_changes_while_it_is_tokenized_makes_no_dataset(tmp_path, monk
     assert make(tmp_path / "d", dataset, num_workers=1) == make(tmp_path / "e", dataset)
 
 
+def test_text_that_grows_between_planning_and_the_first_look_is_not_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "PART_BYTES", 3_000)
+    dataset = write_lines(tmp_path / "a.jsonl", TEXTS[1:]) | {"shard_tokens": 500}
+    identify, is_short = prepare.streams.identify, [True]
+
+    def growing(*arguments):
+        if is_short:
+            write_lines(tmp_path / "a.jsonl", TEXTS)
+            is_short.clear()
+        return identify(*arguments)
+
+    monkeypatch.setattr(prepare.streams, "identify", growing)
+    with pytest.raises(ValueError, match="its files changed while they were tokenized"):
+        make(tmp_path / "d", dataset, num_workers=1)
+    assert make(tmp_path / "d", dataset, num_workers=1) == make(tmp_path / "e", dataset)
+
+
+def test_a_killed_tokenizing_process_is_told_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "PART_BYTES", 3_000)
+    dataset = write_lines(tmp_path / "a.jsonl", TEXTS)
+    monkeypatch.setattr(prepare.Text, "_task", lambda *_: (os._exit, 9))
+    with pytest.raises(ValueError, match="a process that tokenizes was killed, most likely since"):
+        make(tmp_path / "d", dataset, num_workers=2)
+
+
 def test_a_stream_that_a_crash_cut_off_is_made_again(tmp_path, monkeypatch):
     dataset = write_lines(tmp_path / "a.jsonl", TEXTS) | {"shard_tokens": 500}
     expected = make(tmp_path / "d", dataset)

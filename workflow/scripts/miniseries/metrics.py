@@ -104,18 +104,28 @@ def read_json(path: Path, keys: Sequence[str] = (), remedy: str = MADE_AGAIN) ->
     return content
 
 
-def append_record(path: Path, kind: str, **values: Any) -> None:
-    """Append one record to a run's `metrics.jsonl`; a single write, so lines are never mixed.
+def sync_file(path: Path) -> None:
+    """Return once a file's content is on the disk, where a power cut leaves it."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append one line to a log; a single write, so lines are never mixed.
 
     A line that an earlier crash cut short is closed first, so that only that line is lost.
     """
-    line = json.dumps({"kind": kind, **values}) + "\n"
     with path.open("ab+") as file:
         if file.tell() > 0:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 line = "\n" + line
-        file.write(line.encode())
+        file.write((line + "\n").encode())
+
+
+def append_record(path: Path, kind: str, **values: Any) -> None:
+    """Append one record to a run's `metrics.jsonl`."""
+    append_line(path, json.dumps({"kind": kind, **values}))
 
 
 EVENTS = ("divergence", "rollback", "restart")  # what may happen at the same step again

@@ -249,7 +249,7 @@ def _blocks(path: str, file: IO[str]) -> Iterator[tuple[str, str]]:
     """Blocks between blank lines; the blank line stays at the end of its block, as in llm.c."""
     block: list[str] = []
     first, size = 1, 0
-    for number, line in enumerate(file, 1):
+    for number, line in enumerate(iter(lambda: file.readline(MAX_TEXT_BYTES + 1), ""), 1):
         block.append(line)
         size += len(line)
         if size > MAX_TEXT_BYTES:
@@ -293,13 +293,23 @@ def _lines(piece: Piece) -> Iterator[tuple[str, bytes]]:
         position = piece.start
         if position:  # the line that the piece before this one began is that one's
             file.seek(position - 1)
-            position += len(file.readline()) - 1
-        for number, line in enumerate(file, 1):
+            position += len(_line(piece.path, file)) - 1
+        for number, line in enumerate(iter(lambda: _line(piece.path, file), b""), 1):
             if piece.stop is not None and position >= piece.stop:
                 return
             place = f"byte {position}" if piece.start else number
             yield f"{piece.path}:{place}", line
             position += len(line)
+
+
+def _line(path: str, file: IO[bytes]) -> bytes:
+    """The next line; a file without line ends is not to fill the memory."""
+    line = file.readline(MAX_TEXT_BYTES + 1)
+    if len(line) > MAX_TEXT_BYTES:
+        raise ValueError(
+            f"{path}: a line of more than {MAX_TEXT_BYTES:,} bytes; .jsonl has a document a line"
+        )
+    return line
 
 
 def _parquet_documents(

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from miniseries.data.shards import file_sha256
-from miniseries.metrics import locked, write_bytes, write_json
+from miniseries.metrics import locked, sync_file, write_bytes, write_json
 
 ATTEMPTS = 6
 WAIT_SECONDS = 2.0  # before the second attempt; doubled each time
@@ -158,6 +158,7 @@ def fetch_file(
                 check_space(Path(folder), num_files_left * (remote.num_bytes or 0), what)
                 path = _download(repository, filename, remote, private, retried, repo_type)
                 check(path)
+                sync_file(path)  # what is noted of it must not outlive it
                 path.replace(target)
             return target, remote.commit
         finally:

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,12 @@ class Text:
                     f"dataset {self.name}: changed while it was tokenized: {names}; run the same "
                     "command again once nothing writes there any more"
                 )
+        # what grew between planning and `identify` has the identity of text that nobody read
+        if self.dataset["source"] == "files" and corpus.plan_parts(self.dataset) != self.parts:
+            raise ValueError(
+                f"dataset {self.name}: its files changed while they were tokenized; run the same "
+                "command again once nothing writes there any more"
+            )
 
     def _tokenize_all(self, numbers: Sequence[int], num_workers: int) -> None:
         num_workers = min(num_workers, len(numbers))
@@ -179,6 +186,11 @@ class Text:
                 for done, task in enumerate(tasks, 1):
                     task.result()
                     self._tell(done, len(numbers))
+            except BrokenProcessPool:
+                raise ValueError(
+                    f"dataset {self.name}: a process that tokenizes was killed, most likely since "
+                    "memory was short; give the same command again, with fewer cores if it repeats"
+                ) from None
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
