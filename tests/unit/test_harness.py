@@ -72,6 +72,21 @@ def test_the_leaderboard_s_mean_takes_its_own_figure_of_each_of_the_six():
     }
     assert leaderboard_mean(tasks) == pytest.approx(0.3490, abs=1e-4)
     assert leaderboard_mean({k: v for k, v in tasks.items() if k != "mmlu"}) is None
+    subjects = {"mmlu_a": {"acc": 0.2, "num_items": 900}, "mmlu_b": {"acc": 0.4, "num_items": 100}}
+    subjects["mmlu_stem"] = {"acc": 0.9, "num_items": None}  # a group of some of them
+    assert leaderboard_mean(tasks | subjects) == pytest.approx(
+        0.3490 + (0.3 - 0.2587) / 6, abs=1e-4
+    )
+
+
+def test_a_question_with_two_filters_is_one_question_and_two_lines():
+    sample = {"doc_id": 7, "target": "4", "filtered_resps": ["4"], "metrics": ["exact_match"]}
+    filters = ("strict-match", "flexible-extract")
+    samples = [sample | {"filter": name, "exact_match": 1.0} for name in filters]
+    lines = [json.loads(line) for line in harness._items("gsm8k", samples)]
+    assert [line["filter"] for line in lines] == list(filters)
+    (plain,) = harness._items("piqa", [sample | {"filter": "none", "exact_match": 1.0}])
+    assert "filter" not in json.loads(plain)
 
 
 def test_without_lm_eval_the_remedy_is_told(tmp_path, monkeypatch):

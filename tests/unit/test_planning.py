@@ -17,6 +17,7 @@ from miniseries.speed.planning import (
     needs,
     peak_gib,
     plan_row,
+    plan_text,
     tokens_per_second,
     write_plan,
 )
@@ -154,6 +155,19 @@ def test_needs_of_a_run():
     assert found["checkpoint_gb"] == pytest.approx(12 * 124475904 * 4 / 1e9)
     assert found["data_gb"] == pytest.approx(20.2, abs=0.01)
     assert needs(RUNS["tiny"])["data_gb"] is None
+    recipe = RUNS["124m"]["recipe"]
+    small = recipe | {"data": recipe["data"] | {"num_shards": 10, "shard_tokens": 1_000_000}}
+    own = needs(RUNS["124m"] | {"recipe": small})
+    assert (own["epochs"], own["data_gb"]) == pytest.approx(
+        (found["tokens"] / 1e7, 0.022), rel=1e-2
+    )
+
+
+def test_the_planned_micro_batch_is_the_one_that_the_trainer_takes():
+    run = RUNS["124m"] | {"machine": RUNS["124m"]["machine"] | {"micro_batch": 48}}
+    assert plan_row(run, H200, 1, price=None)["micro_batch"] == 32
+    assert plan_row(run, H200, 6, price=None)["micro_batch"] is None
+    assert "cannot share the batch" in plan_text([run], [6], {H200: None})
 
 
 def test_counted_bytes_by_hand():

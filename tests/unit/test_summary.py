@@ -285,6 +285,19 @@ def test_scores_of_a_run_that_was_begun_anew_are_not_shown(tmp_path):
     assert (table.loc[0, "weights_sha256"], table.loc[0, "val_loss_nats"]) == ("", "")
 
 
+@pytest.mark.parametrize("key", ["fingerprint", "data_fingerprint"])
+def test_an_export_of_another_run_of_that_name_is_not_shown(tmp_path, key):
+    make_run(tmp_path, "a", [train(0), train(1), val(2, 3.5), DONE])
+    settings = tmp_path / "settings/a.json"
+    write(settings, json.loads(settings.read_text()) | {key: "new"})
+    old = {"weights_sha256": "old", "step": 2}
+    for found, loss, source in (("old", "3.5", "training"), ("new", "3.0", "export")):
+        write(tmp_path / "export/a/export.json", old | {key: found})
+        write(tmp_path / "evaluate/a/val_loss.json", old | {"val_loss_nats": 3.0})
+        row = table_of(tmp_path).loc[0]
+        assert (row["val_loss_nats"], row["val_loss_from"]) == (loss, source)
+
+
 def test_answers_of_weights_that_are_gone_are_not_compared(tmp_path):
     make_run(tmp_path, "ours", [train(0), DONE])
     measure_gpt2(tmp_path, "gpt2")

@@ -114,19 +114,30 @@ def _scores(results: dict[str, Any]) -> dict[str, float]:
 
 
 def _items(task: str, samples: list[dict[str, Any]]) -> Iterator[str]:
-    """One line for each question: every answer's log-likelihood or text, and how it counted."""
+    """One line for each question, and filter where there are several, as of gsm8k.
+
+    It has every answer's log-likelihood or text, and how it counted.
+    """
     for sample in samples:
         counted = {name: sample[name] for name in sample["metrics"]}
         answers = [list(a) if isinstance(a, tuple) else a for a in sample["filtered_resps"]]
         line = {"task": task, "item": sample["doc_id"], "target": sample["target"]}
+        kept_by = sample.get("filter", "none")
+        line |= {"filter": kept_by} if kept_by != "none" else {}
         yield json.dumps({**line, "answers": answers, **counted}, default=str)
 
 
 def leaderboard_mean(tasks: dict[str, dict[str, Any]]) -> float | None:
-    """Mean of the six tasks' published figures, a share from 0 to 1; None if one is missing."""
+    """Mean of the six tasks' published figures, a share from 0 to 1; None if one is missing.
+
+    MMLU's is the mean of its subjects; lm-eval's own weighs them by their questions.
+    """
     found = []
     for task, metric in LEADERBOARD_METRICS.items():
         scores = tasks.get(task, {})
+        subjects = [s for name, s in tasks.items() if name.startswith("mmlu_") and s["num_items"]]
+        if task == "mmlu" and subjects:
+            scores = {metric: sum(s[metric] for s in subjects) / len(subjects)}
         names = [name for name in (metric, f"{metric}_strict-match") if name in scores]
         if not names:
             return None
@@ -222,7 +233,7 @@ def _score_task(
     samples, found = results["samples"], {}
     data = "local" if task.files else "hub"
     for name, scores in {**results["results"], **results.get("groups", {})}.items():
-        num_items = len(samples[name]) if name in samples else None
+        num_items = len({s["doc_id"] for s in samples[name]}) if name in samples else None
         found[name] = {"shots": task.shots, "num_items": num_items, "data": data} | _scores(scores)
     return found, [line for name, answered in samples.items() for line in _items(name, answered)]
 

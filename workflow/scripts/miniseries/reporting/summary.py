@@ -148,7 +148,13 @@ def current_scores(
 
     folder = results / "evaluate" / model
     scores = {name: load(folder / f"{name}.json") for name in SCORES}
-    sources = (load(results / "export" / model / "export.json"), *scores.values())
+    exported = load(results / "export" / model / "export.json")
+    for key in ("fingerprint", "data_fingerprint"):
+        prints = {exported.get(key), run.settings.get(key)} - {None}
+        if len(prints) == 2:  # the export is one of a run of this name that is gone
+            gone, exported = exported.get("weights_sha256"), {}
+            scores = {n: {} if s.get("weights_sha256") == gone else s for n, s in scores.items()}
+    sources = (exported, *scores.values())
     sha256 = next((s["weights_sha256"] for s in sources if "weights_sha256" in s), None)
     return sha256, {
         name: found if found.get("weights_sha256", sha256) == sha256 else {}
@@ -176,7 +182,10 @@ def baseline_columns(
         _, theirs = current_scores(baseline, baseline.name, results)
         other = last(baseline.column("val", "val_loss_nats")[1])
         other = theirs["val_loss"].get("val_loss_nats", other)
-        if baseline.data_set == run.data_set and is_finite(loss) and is_finite(other):
+        same_data = baseline.data_set == run.data_set
+        # with more text before it a token is easier to predict
+        same_length = baseline.recipe.get("sequence_length") == run.recipe.get("sequence_length")
+        if same_data and same_length and is_finite(loss) and is_finite(other):
             difference = loss - other
         # the items are written with hellaswag.json, which alone tells of which weights they are
         if scores["hellaswag"].get("num_items") and theirs["hellaswag"].get("num_items"):
@@ -201,7 +210,7 @@ def task_columns(scores: dict[str, dict[str, Any]]) -> dict[str, Any]:
     for found in (leaderboard, scores["harness"]):
         for task, measured in found.get("tasks", {}).items():
             shots = measured.get("shots")
-            named = {k: v for k, v in measured.items() if k not in ("shots", "num_items", "data")}
+            named = {key: value for key, value in measured.items() if key != "shots"}
             row |= {f"lm_eval_{task}_{shots}_shots_{key}": value for key, value in named.items()}
     return row
 

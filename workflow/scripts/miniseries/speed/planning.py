@@ -14,6 +14,7 @@ from miniseries.metrics import write_text
 from miniseries.settings import checkpoints_held
 from miniseries.shapes import num_elements, num_parameters
 from miniseries.training.devices import DEVICES
+from miniseries.training.microbatch import largest_divisor, windows_per_process
 
 GIBIBYTE = 1 << 30
 HEAD_ROWS = 16384  # rows whose logits exist at once on a GPU, see formulas.chunk_rows
@@ -180,7 +181,8 @@ def plan_row(
 
     Returns:
         micro_batch: the run's, or the largest that fits; None where nothing fits, with what
-        follows; the peak and speed that go with it; hours and dollars of the training steps alone.
+        follows; whether so many processes can share a batch; the peak and speed that go with it;
+        hours and dollars of the training steps alone.
     """
     recipe, machine = settings["recipe"], settings["machine"]
     more = {"recompute": machine.get("recompute", 0), "fused": device in FUSED_ON}
@@ -188,10 +190,14 @@ def plan_row(
     row = {"run": settings["run"], "device": device, "gpus": gpus, "micro_batch": None}
     row |= {"largest_micro_batch": largest, "peak_gib": None, "tokens_per_second": None}
     row |= {"hours": None, "dollars": None}
+    row["can_share"] = grad_accum_steps(recipe, 1, gpus) > 0
     if largest is None:
         return row
     wanted = machine["micro_batch"]
-    micro_batch = largest if wanted == "auto" else min(wanted, largest)
+    micro_batch = largest
+    if wanted != "auto":
+        windows = windows_per_process(recipe, gpus)
+        micro_batch = largest_divisor(min(wanted, largest), windows)
     speed = tokens_per_second(recipe, micro_batch, device, gpus)
     row |= {"micro_batch": micro_batch, "tokens_per_second": speed}
     row["peak_gib"] = peak_gib(recipe, micro_batch, gpus, **more)
@@ -208,20 +214,17 @@ def needs(settings: dict[str, Any]) -> dict[str, Any]:
     tokens = recipe["total_batch_tokens"] * recipe["max_steps"]
     checkpoint_bytes = CHECKPOINT_BYTES * num_elements(recipe)  # padding rows, too
     shards = recipe["data"].get("num_shards")
-    held = None if shards is None else shards * SHARD_TOKENS
+    size = recipe["data"].get("shard_tokens", SHARD_TOKENS)
     return {
         "run": settings["run"],
         "num_parameters": parameters,
         "tokens": tokens,
         "tokens_per_parameter": tokens / parameters,
-        "epochs": None if held is None else tokens / held,
+        "epochs": None if shards is None else tokens / (shards * size),
         "checkpoint_gb": checkpoint_bytes * checkpoints_held(settings) / 1e9,
-        "data_gb": None if shards is None else (shards + 1) * _shard_bytes() / 1e9,
+        # tokens are uint16
+        "data_gb": None if shards is None else (shards + 1) * (HEADER_BYTES + 2 * size) / 1e9,
     }
-
-
-def _shard_bytes() -> int:
-    return HEADER_BYTES + 2 * SHARD_TOKENS  # uint16 tokens
 
 
 # ---- as text --------------------------------------------------------------------------------
@@ -231,6 +234,12 @@ def _hours(value: float | None) -> str:
     if value is None:
         return "n/a"
     return f"{value:.1f} h" if value < 72 else f"{value / 24:.1f} days"
+
+
+def _micro_batch(row: dict[str, Any]) -> str:
+    if row["micro_batch"] is None:
+        return "does not fit" if row["can_share"] else "cannot share the batch"
+    return f"{row['micro_batch']}"
 
 
 def plan_text(runs: list[dict[str, Any]], gpus: list[int], prices: dict[str, float | None]) -> str:
@@ -243,7 +252,7 @@ def plan_text(runs: list[dict[str, Any]], gpus: list[int], prices: dict[str, flo
             "tokens a parameter": f"{row['tokens_per_parameter']:.0f}",
             "20 a parameter": f"{20 * row['num_parameters'] / 1e9:.1f} B",
             "times over the data": number(row["epochs"], ".2f"),
-            "data": number(row["data_gb"]) + " GB",
+            "data": "n/a" if row["data_gb"] is None else f"{row['data_gb']:,.0f} GB",
             "checkpoints": number(row["checkpoint_gb"], ",.1f") + " GB",
         }
         for row in map(needs, runs)
@@ -258,9 +267,7 @@ def plan_text(runs: list[dict[str, Any]], gpus: list[int], prices: dict[str, flo
         {
             "run": row["run"],
             "GPUs": f"{row['gpus']} x {row['device'].removeprefix('NVIDIA ')}",
-            "micro-batch": "does not fit"
-            if row["micro_batch"] is None
-            else f"{row['micro_batch']}",
+            "micro-batch": _micro_batch(row),
             "largest": number(row["largest_micro_batch"]),
             "peak": "n/a" if row["peak_gib"] is None else f"{row['peak_gib']:.1f} GiB",
             "tokens/s": number(row["tokens_per_second"]),
