@@ -154,6 +154,7 @@ def test_what_a_run_starts_from_is_kept_when_a_later_start_does_not_name_it(mani
     weights.touch()
     first = freeze(settings, manifest, tmp_path, weights)
     assert first["start"]["path"] == str(weights)
+    (tmp_path / "metrics.jsonl").touch()
     assert freeze(settings, manifest, tmp_path) == first == read_json(tmp_path / "settings.json")
 
 

@@ -208,6 +208,7 @@ def test_other_weights_in_the_same_place_are_refused(tmp_path, safetensors_folde
     folder.mkdir()
     before = freeze_start(start, folder)
     (folder / "settings.json").write_text(json.dumps({"start": before}))
+    (folder / "metrics.jsonl").touch()
     assert freeze_start(start, folder) == before
     weights = to_huggingface(made_weights(), CONFIG, torch.float32)
     save_file(weights, safetensors_folder / "model.safetensors")

@@ -98,6 +98,16 @@ def test_an_old_checkpoint_that_somebody_still_reads_ends_no_run(run, monkeypatc
     assert not list(run.folder.glob("checkpoints/*"))
 
 
+def test_a_kill_before_the_marker_leaves_it_to_the_next_start(run):
+    run.save(1)
+    run.wait_for_save()
+    marker = run.folder / "saved/1.json"
+    content = marker.read_text()
+    marker.unlink()
+    checkpoint.clean_up(run.folder)
+    assert marker.read_text() == content
+
+
 def test_a_kill_while_a_checkpoint_is_deleted_leaves_none_that_looks_whole(run, monkeypatch):
     run.save(1)
     run.wait_for_save()

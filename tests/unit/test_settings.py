@@ -495,6 +495,11 @@ def test_a_list_of_starts_is_refused_since_its_runs_would_have_no_names(config, 
     assert "is no name of a run; write an entry of its own" in refusal(config)
 
 
+def test_a_run_that_is_only_measured_needs_no_other_warm_up(config):
+    config["runs"]["x"] = {"extends": "tiny", "init_from": "someone/gpt2", "max_steps": 0}
+    assert resolve(config).runs["x"]["recipe"]["max_steps"] == 0
+
+
 def test_list_of_export_steps_is_no_sweep(config):
     config["runs"]["tiny"]["export_steps"] = [50, 100]
     assert resolve(config).runs["tiny"]["machine"]["export_steps"] == [50, 100]
@@ -540,6 +545,7 @@ class TestFrozenSettings:
         manifest.parent.mkdir()
         settings = resolve(CONFIG).runs["tiny"] | {"data_fingerprint": "a" * 64}
         frozen.write_text(json.dumps(settings))
+        (tmp_path / "tiny/metrics.jsonl").touch()
         manifest.write_text(json.dumps({"fingerprint": "a" * 64}))
         return frozen, manifest
 
@@ -548,6 +554,11 @@ class TestFrozenSettings:
 
     def test_run_that_never_started_may_change(self, config, tmp_path):
         check_frozen(resolve(config).runs["tiny"], tmp_path / "none.json", tmp_path / "none.json")
+
+    def test_run_that_was_refused_at_its_start_may_change(self, config, started):
+        (started[0].parent / "metrics.jsonl").unlink()
+        config["runs"]["tiny"]["learning_rate"] = 2.0e-3
+        check_frozen(resolve(config).runs["tiny"], *started)
 
     def test_other_speed_goes_on(self, config, started):
         config["runs"]["tiny"] |= {"micro_batch": 1, "gpus": 1, "compile": False}

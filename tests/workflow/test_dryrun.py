@@ -421,6 +421,12 @@ def test_wrong_configuration_is_refused_in_one_message(project, old, new, messag
         ("[1558m, gpt2", "[1559m, gpt2", "side_by_side", "there is no run '1559m'; did you mean"),
         ("rate: 1.0e-3", "rate: [1.0e-3, 2.0e-3]", "bench", "bench.rows.0: 'tiny' is a sweep"),
         ("rate: 1.0e-3", "rate: [1.0e-3, 2.0e-3]", "ladder", "'tiny' is a sweep; write one of"),
+        (
+            "  350m:\n",
+            "  x: {extends: tiny, init_from: ./no}\n  350m:\n",
+            "train_x",
+            "runs.x.init_from: there is no /",
+        ),
         (", profile: true", "", "profile", "no row of `bench: rows:` has `profile: true`"),
     ],
 )

@@ -223,6 +223,11 @@ def start_of_run(wildcards):
     if not start:
         return []
     if not is_done(wildcards.run):
+        if Path(start).is_absolute() and not Path(start).exists():
+            refuse(
+                f"runs.{wildcards.run}.init_from: there is no {start}; an export of a run "
+                "of this configuration is better named by that run, which also makes it"
+            )
         return start
     with suppress(ValueError, KeyError):  # gone or damaged
         # where it was: in a project that has moved its path would be another input, as above

@@ -144,22 +144,28 @@ def start_file(init_from: str) -> str:
     return f"results/train/{run}/" + (f"saved/{step}.json" if step else "done.json")
 
 
+def has_begun(folder: Path) -> bool:
+    """Whether a run's folder holds more than the settings of one that was refused at its start."""
+    return (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists()
+
+
 def check_frozen(settings: dict[str, Any], frozen: Path, manifest: Path) -> None:
     """Refuse to go on with a run under other settings or other data than it was started with.
 
     Args:
         settings: of the run as it is asked for now.
-        frozen: `settings.json` in the run's folder; no check while there is none.
+        frozen: `settings.json` in the run's folder; no check before the run has begun.
         manifest: of the run's dataset; its data are compared if it exists.
 
     Raises:
         ValueError: names each key that differs with its old and new value, and the remedy.
     """
-    if not frozen.exists():
+    folder = frozen.parent
+    if not frozen.exists() or not has_begun(folder):
         return
     remedy = "bring it back from a copy; while the run is not complete it may also be deleted"
     old = read_json(frozen, ["recipe"], remedy)
-    run, folder = settings["run"], frozen.parent
+    run = settings["run"]
     advice = f"add a run with another name that says `extends: {run}`"
     changes = list(_differences(old["recipe"], settings["recipe"], ""))
     if changes:
@@ -282,7 +288,7 @@ def _cross_problems(values: dict[str, Any], datasets: dict[str, Any]) -> Iterato
             "llm_c_micro_batch * llm_c_processes * sequence_length"
         )
     steps, warmup = values["max_steps"], values["warmup_steps"]
-    if warmup > steps:
+    if warmup > steps > 0:
         yield f"warmup_steps: {warmup} is more than max_steps, {steps}"
     late = [step for step in values["export_steps"] if step > steps]
     if late:

@@ -5,6 +5,7 @@ writes its part of weights and moments, and `trainer.json` holds the rest. It is
 temporary name, synced, and renamed once all ranks are done: a folder with the final name is whole.
 """
 
+import contextlib
 import errno
 import os
 import re
@@ -34,6 +35,7 @@ FAULTS = (Exception, CheckpointException)
 ERRNOS_OF_DAMAGE = (None, errno.ENOENT, errno.EINVAL, errno.EISDIR, errno.ENOTDIR)
 NOT_HERE = "bring it back from a copy"  # of a file that nothing can make again
 STATE, SUMS = "trainer.json", "checksums.json"
+PINNED = "pinned"  # a file in a checkpoint that is kept for good
 STATE_KEYS = ("step", "adam_step", "fingerprint", "loss_detector", "norm_detector", "wall_seconds")
 STATE_KEYS += ("world_size", "micro_batch")
 STEP_FOLDER = re.compile(r"step-(\d{8})")
@@ -197,8 +199,13 @@ def save_checkpoint(
             f"ones are intact; {'make room and ' if is_full else ''}give the same command again"
         ) from error
     _sync_folder(final.parent)
-    relative = str(final.relative_to(run_folder))
-    marker = {"run": state["run"], "step": step, "checkpoint": relative}
+    write_marker(run_folder, state["run"], step)
+
+
+def write_marker(run_folder: Path, run: str, step: int) -> None:
+    """Write `saved/{step}.json`, which exports and branches wait for."""
+    relative = str(checkpoint_folder(run_folder, step).relative_to(run_folder))
+    marker = {"run": run, "step": step, "checkpoint": relative}
     write_json(run_folder / "saved" / f"{step}.json", marker)
 
 
@@ -301,7 +308,7 @@ def load_newest(
 def pin(run_folder: Path, steps: list[int]) -> None:
     """Keep these checkpoints for good, whatever `rotate` is asked to keep."""
     for step in steps:
-        (checkpoint_folder(run_folder, step) / "pinned").touch()
+        (checkpoint_folder(run_folder, step) / PINNED).touch()
 
 
 def forget(run_folder: Path, step: int, aside: str = "") -> None:
@@ -378,9 +385,14 @@ def describe_files(
 
 
 def clean_up(run_folder: Path) -> None:
-    """Remove what a killed save left behind."""
+    """Remove what a killed save left behind, and write the marker that it did not come to."""
     for leftover in (run_folder / "checkpoints").glob("step-*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
+    for step in saved_steps(run_folder):
+        if not (run_folder / "saved" / f"{step}.json").exists():
+            with contextlib.suppress(ValueError):  # damaged: loading says so
+                state = read_json(checkpoint_folder(run_folder, step) / STATE, ["run"])
+                write_marker(run_folder, state["run"], step)
 
 
 def rotate(run_folder: Path, keep: int, keep_every: int, pinned: set[int]) -> None:
@@ -392,11 +404,7 @@ def rotate(run_folder: Path, keep: int, keep_every: int, pinned: set[int]) -> No
         return
     for step in saved_steps(run_folder)[:-keep]:
         folder = checkpoint_folder(run_folder, step)
-        if (
-            step in pinned
-            or (folder / "pinned").exists()
-            or (keep_every and step % keep_every == 0)
-        ):
+        if step in pinned or (folder / PINNED).exists() or (keep_every and step % keep_every == 0):
             continue
         forget(run_folder, step)
 

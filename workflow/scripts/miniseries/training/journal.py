@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from miniseries.evaluation.choices import question_set
-from miniseries.metrics import append_record, read_metrics
+from miniseries.metrics import append_line, append_record, read_metrics, sync_file
 from miniseries.training.console import Console, RunningMean, step_line
 
 MEBIBYTE = 1 << 20
@@ -89,11 +89,16 @@ class Journal:
         if self.is_main:
             append_record(self.folder / "metrics.jsonl", kind, step=step, **values)
 
+    def sync(self) -> None:
+        """Bring the log to the disk: no later start repeats what a power cut would take of it."""
+        metrics = self.folder / "metrics.jsonl"
+        if self.is_main and metrics.exists():
+            sync_file(metrics)
+
     def log(self, step: int, text: str) -> None:
         """One line into main.log in llm.c's format."""
         if self.is_main:
-            with (self.folder / "main.log").open("a") as file:
-                file.write(f"s:{step} {text}\n")
+            append_line(self.folder / "main.log", f"s:{step} {text}")
 
     def table(self, values: dict[str, Any]) -> None:
         """Every setting of the run, one a line."""

@@ -198,7 +198,8 @@ def clip_gradients(
 class ZScore:
     """How far a value lies from the last 128, in standard deviations (llm.c's detector).
 
-    The value itself is in the window; before 128 values were seen the answer is NaN.
+    The value itself is in the window; before 128 values were seen the answer is NaN (llm.c's is
+    for the 128th, too).
     """
 
     def __init__(self) -> None:

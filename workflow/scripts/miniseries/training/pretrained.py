@@ -5,7 +5,6 @@ llm.c, done.json or saved/{step}.json for a run of our own.
 """
 
 import hashlib
-import json
 import re
 import shutil
 from pathlib import Path
@@ -19,12 +18,15 @@ from miniseries.data.shards import file_sha256
 from miniseries.evaluation import huggingface, llmc
 from miniseries.metrics import read_json, write_json
 from miniseries.model.gpt import GPT, GPTConfig, set_parameter
+from miniseries.settings import has_begun
 from miniseries.training.checkpoint import (
+    PINNED,
     checkpoint_folder,
     checksums,
     load_model_weights,
     read_marker,
     saved_steps,
+    write_marker,
     write_state,
 )
 
@@ -91,7 +93,8 @@ def start_sha256(file: Path) -> str:
         raise ValueError(f"{file}: no such file; check the run's `init_from:`")
     if file.suffix != ".json":
         return file_sha256(file)
-    parts = sorted(p for p in read_marker(file)[0].rglob("*") if p.is_file())
+    folder = read_marker(file)[0]
+    parts = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != PINNED)
     return hashlib.sha256("".join(map(file_sha256, parts)).encode()).hexdigest()
 
 
@@ -121,7 +124,9 @@ def freeze_start(file: Path, folder: Path) -> dict[str, str]:
         ValueError: the run was started from other weights under this name.
     """
     frozen = folder / "settings.json"
-    before = read_json(frozen).get("start") if frozen.exists() else None
+    before = None
+    if frozen.exists() and has_begun(folder):
+        before = read_json(frozen).get("start")
     if before and saved_steps(folder):
         return before
     now = {"path": str(file), "sha256": start_sha256(file)}
@@ -212,6 +217,5 @@ def import_llmc(model: Path, settings: Path, folder: Path) -> None:
     }
     write_state(temporary, trainer_state, checksums(tensors))
     temporary.rename(final)
-    marker = {"run": content["run"], "step": state.step, "checkpoint": f"checkpoints/{final.name}"}
-    write_json(folder / "saved" / f"{state.step}.json", marker)
-    print(json.dumps(marker))
+    write_marker(folder, content["run"], state.step)
+    print(f"{final}: {model}, to go on from step {state.step}")

@@ -296,6 +296,7 @@ class Trainer:
         start = time.monotonic()
         self.wait_for_save()
         self.journal.say(f"Writing checkpoint at step {step}")
+        self.journal.sync()
         state = {
             "run": self.settings["run"],
             "fingerprint": self.settings["fingerprint"],
