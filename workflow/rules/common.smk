@@ -328,6 +328,36 @@ def tasks_of(kind):
     return tasks
 
 
+def samples_side_by_side(wildcards):
+    """Input function: texts of the models of `samples: side_by_side:`; refuses unknown ones."""
+    models = config["samples"]["side_by_side"]
+    for model in models:
+        if run_of(model) not in RUNS:
+            refuse(
+                f"samples.side_by_side: there is no run {model!r}; {suggest(model, list(RUNS))}"
+            )
+    return expand("results/samples/{model}.json", model=models)
+
+
+def rows_of(pattern, names):
+    """Input function: files of rows or rungs; refuses faulty ones when somebody asks for them.
+
+    A run that is changed may not fit a row of the bench any more: no reason not to train it.
+    `measure.smk` has the rows.
+    """
+
+    def files(wildcards):
+        if ROWS_FAULT:
+            refuse(ROWS_FAULT)
+        if not names:
+            refuse(
+                "no row of `bench: rows:` has `profile: true`; set it for one of them"
+            )
+        return expand(pattern, row=names)
+
+    return files
+
+
 def pages(runs, kinds):
     """Pages of the report on these runs and their models."""
     found = expand("results/pages/{run}.settings.html", run=runs)

@@ -122,17 +122,6 @@ rule write_samples:
         """
 
 
-def samples_side_by_side(wildcards):
-    """Input function: texts of the models of `samples: side_by_side:`; refuses unknown ones."""
-    models = config["samples"]["side_by_side"]
-    for model in models:
-        if run_of(model) not in RUNS:
-            refuse(
-                f"samples.side_by_side: there is no run {model!r}; {suggest(model, list(RUNS))}"
-            )
-    return expand("results/samples/{model}.json", model=models)
-
-
 rule compare_samples:
     """Show the texts of the runs of `samples: side_by_side:` in one page."""
     input:

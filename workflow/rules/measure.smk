@@ -22,24 +22,6 @@ except ValueError as error:
 PROFILED_ROWS = [name for name, row in BENCH_ROWS.items() if row["profile"]]
 
 
-def rows_of(pattern, names):
-    """Input function: files of rows or rungs; refuses faulty ones when somebody asks for them.
-
-    A run that is changed may not fit a row of the bench any more: no reason not to train it.
-    """
-
-    def files(wildcards):
-        if ROWS_FAULT:
-            refuse(ROWS_FAULT)
-        if not names:
-            refuse(
-                "no row of `bench: rows:` has `profile: true`; set it for one of them"
-            )
-        return expand(pattern, row=names)
-
-    return files
-
-
 rule measure_row:
     """Measure one row of the bench on this device."""
     input:
