@@ -41,6 +41,18 @@ def test_a_task_twice_is_refused_since_a_file_has_one_score_of_it(tmp_path):
         harness.check_tasks(twice, tmp_path / "o")
 
 
+def test_scores_are_checked_only_when_other_tasks_are_wanted(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None)
+    scores = {"tasks": {"hellaswag": {}, "piqa": {}}}
+    (tmp_path / "old").write_text(json.dumps(scores))
+    (tmp_path / "new").write_text(json.dumps(scores | {"asked": ["hellaswag", "piqa"]}))
+    for name in ("none", "old", "new"):
+        harness.check_tasks(["hellaswag", "piqa"], tmp_path / name)
+    for name, tasks in (("old", ["hellaswag", "mmlu"]), ("new", ["hellaswag"])):
+        with pytest.raises(ValueError, match="lm_eval is not installed"):
+            harness.check_tasks(tasks, tmp_path / name)
+
+
 def test_data_on_this_machine_come_before_those_of_the_hub(tmp_path):
     questions = tmp_path / "hellaswag.jsonl"
     questions.touch()

@@ -149,6 +149,12 @@ def has_begun(folder: Path) -> bool:
     return (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists()
 
 
+def frozen_start(folder: Path) -> dict[str, str] | None:
+    """What a run that has begun started from, as `pretrained.freeze_start` noted it."""
+    frozen = folder / "settings.json"
+    return read_json(frozen).get("start") if frozen.exists() and has_begun(folder) else None
+
+
 def check_frozen(settings: dict[str, Any], frozen: Path, manifest: Path) -> None:
     """Refuse to go on with a run under other settings or other data than it was started with.
 

@@ -154,8 +154,13 @@ def check_tasks(tasks: Sequence[str], scores: Path) -> None:
     Raises:
         ValueError: as `run_harness` if the scores are of other tasks than these.
     """
-    if scores.exists() and read_json(scores).get("asked") != list(tasks):
-        _task_manager([task for task, _ in parse_tasks(tasks)])
+    if not scores.exists():
+        return
+    content, wanted = read_json(scores), [task for task, _ in parse_tasks(tasks)]
+    if "asked" not in content:  # made before they were noted
+        wanted = [task for task in wanted if task not in content["tasks"]]
+    if content.get("asked") != list(tasks):
+        _task_manager(wanted)
 
 
 def _task_manager(names: Sequence[str]) -> Any:

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from miniseries.data.shards import load_manifest
 from miniseries.metrics import append_record, read_json, write_json
-from miniseries.settings import LATER_MACHINE_KEYS, check_frozen, has_begun
+from miniseries.settings import LATER_MACHINE_KEYS, check_frozen, frozen_start
 from miniseries.shapes import flops_per_step
 from miniseries.training import microbatch
 from miniseries.training.supervisor import (
@@ -168,8 +168,8 @@ def freeze(
     present["data_fingerprint"] = load_manifest(manifest).fingerprint
     frozen = folder / "settings.json"
     check_frozen(present, frozen, manifest)
-    if frozen.exists() and has_begun(folder) and "start" in (before := read_json(frozen)):
-        present["start"] = before["start"]
+    if before := frozen_start(folder):
+        present["start"] = before
     if init_from:
         from miniseries.training.pretrained import freeze_start  # loads PyTorch
 

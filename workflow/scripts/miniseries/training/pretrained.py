@@ -18,7 +18,7 @@ from miniseries.data.shards import file_sha256
 from miniseries.evaluation import huggingface, llmc
 from miniseries.metrics import read_json, write_json
 from miniseries.model.gpt import GPT, GPTConfig, set_parameter
-from miniseries.settings import has_begun
+from miniseries.settings import frozen_start
 from miniseries.training.checkpoint import (
     PINNED,
     checkpoint_folder,
@@ -123,10 +123,7 @@ def freeze_start(file: Path, folder: Path) -> dict[str, str]:
     Raises:
         ValueError: the run was started from other weights under this name.
     """
-    frozen = folder / "settings.json"
-    before = None
-    if frozen.exists() and has_begun(folder):
-        before = read_json(frozen).get("start")
+    before = frozen_start(folder)
     if before and saved_steps(folder):
         return before
     now = {"path": str(file), "sha256": start_sha256(file)}
