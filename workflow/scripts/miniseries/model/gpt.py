@@ -159,6 +159,12 @@ class GPT(nn.Module):
             block.compile(dynamic=False)  # a few fixed shapes; symbolic ones are slower
 
     @property
+    def implementations(self) -> dict[str, str]:
+        """What computes attention and the MLP, in words."""
+        formulas = self.h[0].formulas
+        return {"attention": formulas.attention_name, "mlp": formulas.mlp_name}
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of the published model: padding rows are not counted."""
         padding = self.config.padded_vocab_size - self.config.vocab_size

@@ -175,14 +175,6 @@ def has_compiled() -> bool:
     return any(compile_counter("inductor", name) for name in names)
 
 
-def implementations(run: Trainer) -> dict[str, str]:
-    """What computes attention and the MLP; nothing for a model that is not ours."""
-    if not isinstance(run.model, GPT):
-        return {}
-    formulas = run.model.h[0].formulas
-    return {"attention": formulas.attention_name, "mlp": formulas.mlp_name}
-
-
 def measure_steps(job: Job) -> dict[str, Any]:
     """Take a first step, then the timed ones, then the profiled one.
 
@@ -198,7 +190,7 @@ def measure_steps(job: Job) -> dict[str, Any]:
         ready = time.time()
         result: dict[str, Any] = {
             "micro_batch": run.micro_batch,
-            **implementations(run),
+            **(run.model.implementations if isinstance(run.model, GPT) else {}),
             "first_step_after_seconds": ready - job.started,
             "was_cold": has_compiled(),
             "start": {

@@ -34,7 +34,7 @@ from miniseries.speed.verdicts import (
     Record,
     bench_row,
     compare_steps,
-    max_loss_difference,
+    loss_differences,
     one_gpu_speed,
     result_text,
     shard_mib,
@@ -234,7 +234,9 @@ class Reference:
         first = read_metrics(self.folder(self.large) / "metrics.jsonl").get("train", [])
         records = read_metrics(self.folder(self.second) / "metrics.jsonl").get("train", [])
         pairs = list(zip(records, first, strict=False))
-        found = {"largest_loss_difference": max_loss_difference(pairs)}
+        apart = loss_differences(pairs)
+        found = {"largest_loss_difference": max(apart, default=None)}
+        found["last_loss_difference"] = apart[-1] if apart else None
         return self._speed(self.second) | found
 
     def _profile(self) -> Record:

@@ -26,6 +26,9 @@ MAX_EXPOSED = 0.05  # share of a step in which only collectives are at work
 MAX_LOSS_DIFFERENCE = 2e-3  # nats, of equal batches on another number of processes
 SHARDED = ("adamw_m", "adamw_v", "master_copy")  # buffers that ZeRO-1 cuts by the processes
 SHARD_TOLERANCE = 0.01  # rows do not always divide by the processes
+# What a run's start says about itself that a row of `benchmarks/` needs, too
+START_KEYS = ("tokens_per_step", "micro_batch", "grad_accum_steps", "world_size", "versions")
+START_KEYS += ("attention", "mlp")
 
 
 # ---- figures of one run ---------------------------------------------------------------------
@@ -53,8 +56,7 @@ def speed_figures(folder: Path, recipe: Record, gpus: int, price: float | None) 
         found["hours"] = tokens / found["tokens_per_second"] / 3600
         found["dollars"] = None if price is None else price * gpus * found["hours"]
     for start in records.get("start", [])[-1:]:
-        keys = ("tokens_per_step", "micro_batch", "grad_accum_steps", "world_size", "versions")
-        found |= {key: start[key] for key in keys}
+        found |= {key: start[key] for key in START_KEYS}
     for memory in records.get("memory", [])[-1:]:
         found["memory_mib"] = {
             name.removesuffix("_mib"): mib for name, mib in memory.items() if name.endswith("_mib")
@@ -110,6 +112,8 @@ def bench_row(
         "processes": leg["world_size"],
         "commit": versions["commit"],
         "versions": {key: versions[key] for key in ("python", "torch")},
+        "attention": leg["attention"],
+        "mlp": leg["mlp"],
         "tokens_per_second": {"median": speed} | spread,
         "step_ms": leg["step_ms"],
         "mfu_percent": leg["mfu_percent"],
@@ -156,16 +160,15 @@ def compare_steps(unbroken: Path, broken: Path) -> list[Record]:
                 "processes": start["world_size"],
                 "num_steps": len(pairs),
                 "first_step_of_other_tokens": min(other, default=None),
-                "largest_loss_difference": max_loss_difference(pairs),
+                "largest_loss_difference": max(loss_differences(pairs), default=None),
             }
         )
     return found
 
 
-def max_loss_difference(pairs: Sequence[tuple[Record, Record]]) -> float | None:
-    """Largest difference of two losses of one step, nats; None without a step."""
-    differences = [abs(a["train_loss_nats"] - b["train_loss_nats"]) for a, b in pairs]
-    return max(differences, default=None)
+def loss_differences(pairs: Sequence[tuple[Record, Record]]) -> list[float]:
+    """How far two runs' losses of one step are apart, nats."""
+    return [abs(a["train_loss_nats"] - b["train_loss_nats"]) for a, b in pairs]
 
 
 # ---- the aims -------------------------------------------------------------------------------
@@ -338,7 +341,8 @@ def notes(result: Record) -> Iterator[str]:
     if second.get("largest_loss_difference") is not None:
         yield (
             f"{result['second_precision']}: losses within {second['largest_loss_difference']:.2e} "
-            f"nats of {result['large_precision']}'s, {second['num_steps']} steps."
+            f"nats of {result['large_precision']}'s, {second['num_steps']} steps; at the last one "
+            f"{second['last_loss_difference']:.2e} apart."
         )
 
 

@@ -87,8 +87,7 @@ class Introduction:
             "processes": self.world.size,
             "compiled": self.compiled,
             "device": device_name(device) if device.type == "cuda" else on_cpu,
-            "attention": self.model.formulas.attention_name,
-            "mlp": self.model.h[0].formulas.mlp_name,
+            **self.model.implementations,
         }
 
     def _start(self, journal: Journal, found: dict[str, str | None]) -> None:
@@ -106,5 +105,6 @@ class Introduction:
             tokens_per_step=self.recipe["total_batch_tokens"],
             micro_batch=self.micro_batch,
             grad_accum_steps=self.grad_accum_steps,
+            **self.model.implementations,
             versions=found,
         )
