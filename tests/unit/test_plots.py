@@ -204,6 +204,16 @@ def test_the_legend_names_the_baseline_its_data_and_that_it_is_out_of_range():
     assert "200 questions, not HellaSwag's" in right.get_title()
 
 
+def test_no_loss_of_a_single_step_lies_below_the_figure():
+    losses = [5.0] * 30 + [3.0] + [5.0] * 30
+    run = run_of(*(train_record(step, loss) for step, loss in enumerate(losses)))
+    assert draw_run(run, STYLE).axes[0].get_ylim()[0] <= 3.0
+
+
+def test_a_run_that_was_not_asked_yet_has_no_title_of_hellaswag():
+    assert draw_run(run_of(train_record(0)), STYLE).axes[1].get_title() == "choice of ending"
+
+
 def test_the_figure_of_the_largest_model_has_gpt2_in_range_and_the_crossing():
     records = [val_record(0, 11.0), val_record(5, 2.9), val_record(10, 2.5), score_record(10, 0.5)]
     left, right = draw_run(
@@ -314,6 +324,14 @@ def test_a_series_shows_each_run_with_its_newest_values():
     left, right = draw_series(runs, "both", ["124M", "350M"], STYLE).axes
     assert "124M: 3.500" in legend_of(left) and "350M: 3.250" in legend_of(left)
     assert "GPT-2: 124M 29.4 %, 350M 37.5 %" in legend_of(right)
+
+
+def test_a_series_on_different_data_says_so_in_its_title():
+    runs = [run_of(val_record(5, 5.0), dataset=name, name=name) for name in ("builtin", "mine")]
+    left = draw_series(runs, "both", ["a", "b"], STYLE).axes[0]
+    assert left.get_title() == "validation loss on different data (pale: training)"
+    left = draw_series(runs[:1], "one", ["a"], STYLE).axes[0]
+    assert left.get_title() == "validation loss (pale: training)"
 
 
 def test_a_run_without_scores_has_no_line_of_its_own_in_a_series():

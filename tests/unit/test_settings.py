@@ -572,6 +572,7 @@ class TestFrozenSettings:
         text = str(error.value)
         assert "learning_rate: 0.001 -> 0.002" in text
         assert "data.val_tokens: 16384 -> 5" in text
+        assert "give the dataset with them another name" in text
         assert "`extends: tiny`" in text
 
     def test_other_tokens_are_refused(self, config, started):

@@ -179,6 +179,7 @@ def check_frozen(settings: dict[str, Any], frozen: Path, manifest: Path) -> None
             f"run {run!r} was started with other settings (old -> new):\n  "
             + "\n  ".join(changes)
             + f"\nNothing in {folder} was touched. Put the old values back; to try the new ones, "
+            + _first_of_data(changes)
             + f"{advice} and states only what differs"
         )
     before = old.get("data_fingerprint")
@@ -339,6 +340,12 @@ def _name_problems(config: dict[str, Any], catalogue: Catalogue) -> Iterator[str
         for name in names:
             if name not in known and name not in config["runs"]:
                 yield f"{section}: there is no run {name!r}; {suggest(name, known)}"
+
+
+def _first_of_data(changes: list[str]) -> str:
+    """What else the advice says if an entry of `datasets:` has changed, which others may use."""
+    is_data = any(change.startswith("data.") for change in changes)
+    return "give the dataset with them another name in `datasets:`, and " if is_data else ""
 
 
 def _differences(old: Any, new: Any, path: str) -> Iterator[str]:

@@ -168,7 +168,9 @@ def _task_manager(names: Sequence[str]) -> Any:
     if not names:
         return None
     if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError("lm_eval is not installed: pip install -c constraints.txt '.[harness]'")
+        raise ValueError(
+            "lm_eval is not installed: .venv/bin/pip install -c constraints.txt '.[harness]'"
+        )
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager()

@@ -73,7 +73,8 @@ def draw_loss(axes: Axes, run: Run, style: Style) -> None:
         draw_curve(axes, *validated, label, i=COLOURS.index(BLACK))
     lines = [loss_baseline(run), loss_baseline(run, "finetuned_val_loss_nats")]
     lines = lines if lines[1] and lines[1].same_data else lines[:1]
-    axes.set_ylim(*loss_limits([(steps, smoothed), validated], lines, run.num_steps))
+    low, high = loss_limits([(steps, smoothed), validated], lines, run.num_steps)
+    axes.set_ylim(losses.min(initial=low), high)
     for line, colour, dashes in zip(lines, (RED, PURPLE), ("--", ":"), strict=False):
         draw_line(axes, line.value, line_label(run, line, "val"), colour, dashes)
     if diverged := [record["step"] for record in run.metrics.get("divergence", [])]:
@@ -210,7 +211,8 @@ def series_losses(axes: Axes, runs: list[Run], labels: list[str], style: Style) 
     lines = [loss_baseline(run) for run in runs]
     axes.set_ylim(*loss_limits(curves, lines, max(run.num_steps for run in runs)))
     series_lines(axes, lines, "val", "--")
-    axes.set(title="validation loss (pale: training)", ylabel="nats per token")
+    kind = "validation loss" + (" on different data" if len({r.data_set for r in runs}) > 1 else "")
+    axes.set(title=f"{kind} (pale: training)", ylabel="nats per token")
 
 
 def series_scores(axes: Axes, runs: list[Run], labels: list[str]) -> None:

@@ -356,7 +356,9 @@ def headline(run: Run) -> str:
 def score_title(runs: list[Run]) -> str:
     """Names the questions, which are HellaSwag's own only if their number is."""
     asked = sorted({run.questions for run in runs if run.metrics.get("hellaswag")})
-    if asked in ([], ["HellaSwag"]):
+    if not asked:
+        return "choice of ending"
+    if asked == ["HellaSwag"]:
         return "HellaSwag"
     return f"choice of ending: {asked[0] if len(asked) == 1 else 'different questions'}"
 

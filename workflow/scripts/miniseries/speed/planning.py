@@ -279,8 +279,9 @@ def plan_text(runs: list[dict[str, Any]], gpus: list[int], prices: dict[str, flo
     return (
         "# Plan\n\nTraining steps alone, predicted: evaluation, checkpoints, and starts come on "
         "top. More than two GPUs are\nan assumption; without NVLink they are slower than it says. "
-        "`largest` is the largest micro-batch that\nfits. Parameters are counted without the rows "
-        f"that pad the token table.\n\n{markdown_table(anywhere)}\n{markdown_table(paid)}"
+        "`largest` is the largest micro-batch that\nfits and divides a GPU's share of the batch. "
+        "Parameters are counted without the rows that\npad the token table.\n\n"
+        f"{markdown_table(anywhere)}\n{markdown_table(paid)}"
     )
 
 

@@ -135,6 +135,7 @@ def _report(result: dict[str, Any], folder: Path, run: str, step: int, output: P
         for name, count in list(differing.items())[:1]:
             print(f"process {rank}: {name} is the first of {len(differing)}, {count} elements")
     losses = ", ".join(one.get("diverged") or f"{one['loss_nats']:.9f}" for one in result["runs"])
-    print(f"losses {losses}; in metrics.jsonl {result['recorded_loss_nats']}")
+    logged = f"{recorded[0]:.9f}" if recorded else "none"
+    print(f"losses {losses}; in metrics.jsonl {logged}")
     if result["verdict"] == "different":
         print("the same operations gave other bits: suspect the GPU or its memory, not the data")
