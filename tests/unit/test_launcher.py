@@ -24,11 +24,12 @@ from stand_ins import (
     losses,
     make_dataset,
     make_settings,
+    pretend_checkpoint,
     train_command,
     train_here,
 )
 
-from miniseries.metrics import read_json, read_metrics, write_json
+from miniseries.metrics import read_json, read_metrics
 from miniseries.training import launcher, microbatch, supervisor, trial
 from miniseries.training.checkpoint import checkpoint_folder, load_model_weights, saved_steps
 from miniseries.training.distributed import start_world
@@ -141,11 +142,12 @@ def assert_none_is_left(folder):
     assert listing.stdout == ""
 
 
-def test_the_newest_checkpoint_is_found_beside_files_of_other_names(tmp_path):
+def test_the_newest_checkpoint_is_one_that_is_there_beside_files_of_other_names(tmp_path):
     assert newest_checkpoint(tmp_path) == 0
-    (tmp_path / "saved").mkdir()
-    for name in ("8.json", "12.json", "notes.json"):
-        (tmp_path / "saved" / name).touch()
+    for step in (8, 12, 16):
+        pretend_checkpoint(tmp_path, step)
+    (tmp_path / "saved/notes.json").touch()
+    (tmp_path / "checkpoints/step-00000016").rename(tmp_path / "moved away")
     assert newest_checkpoint(tmp_path) == 12
 
 
@@ -528,13 +530,28 @@ def outcomes(monkeypatch, folder, *attempts):
     def start_again(_run, _command, _processes):
         codes, steps, saved = left.pop(0)
         if saved:
-            write_json(folder / f"saved/{saved}.json", {})
+            pretend_checkpoint(folder, saved)
         return Outcome(list(codes), steps)
 
     monkeypatch.setattr(LocalRun, "start", start_again)
     with Ears() as ears:
         _until_complete([], LocalRun({}, folder, 2, "cpu", ears))
     assert not left
+
+
+def test_a_signal_between_two_attempts_is_answered_as_one_to_the_processes(
+    tmp_path, monkeypatch, capsys
+):
+    def crash_while_somebody_stops_it(run, _command, _processes):
+        pretend_checkpoint(tmp_path, 4)
+        run.ears.heard = signal.SIGTERM
+        return Outcome([-signal.SIGSEGV, 0], 5)
+
+    monkeypatch.setattr(LocalRun, "start", crash_while_somebody_stops_it)
+    ears = types.SimpleNamespace(heard=None)
+    with pytest.raises(SystemExit, match=f"^{STOPPED}$"):
+        _until_complete([], LocalRun({}, tmp_path, 2, "cpu", ears))
+    assert "stopped at step 4; the same command goes on from here" in capsys.readouterr().err
 
 
 def test_a_run_that_dies_again_and_again_without_a_new_checkpoint_is_given_up(

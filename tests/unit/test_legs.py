@@ -3,8 +3,9 @@
 import time
 
 import pytest
+from stand_ins import pretend_checkpoint
 
-from miniseries.metrics import append_record, read_json, write_json
+from miniseries.metrics import append_record, read_json
 from miniseries.speed import legs
 from miniseries.speed.commands import Finished
 from miniseries.speed.legs import Course, Leg
@@ -181,8 +182,7 @@ def train(folder, first, last, saved=None):
     for step in range(first, last + 1):
         append_record(folder / "metrics.jsonl", "train", step=step, step_time_ms=0.0)
     if saved:
-        write_json(folder / f"saved/{saved}.json", {})
-        (folder / "checkpoints").mkdir(exist_ok=True)
+        pretend_checkpoint(folder, saved)
 
 
 @pytest.fixture

@@ -408,6 +408,61 @@ def test_while_all_checkpoints_are_damaged_none_is_put_aside(manifest, tmp_path,
     assert saved_steps(tmp_path) == [1, 2]
 
 
+def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew(manifest, tmp_path, one_world):
+    save_after(manifest, tmp_path, 1, 2)
+    for step in (1, 2):
+        shutil.rmtree(checkpoint_folder(tmp_path, step))
+    with pytest.raises(ValueError, match=r"checkpoints: the checkpoints of this run are gone"):
+        in_this_process(tmp_path, manifest)
+
+
+def test_a_checkpoint_of_other_tokens_is_refused(manifest, tmp_path, one_world):
+    save_after(manifest, tmp_path, 1)
+    run = in_this_process(tmp_path, manifest)
+    run.restorer.settings = run.settings | {"data_fingerprint": "0" * 64}
+    with pytest.raises(ValueError, match=r"step 1 was trained on other tokens .* -> 0{12}\)"):
+        run.restorer.begin(run.micro_batch, [])
+
+
+def test_a_return_to_a_damaged_checkpoint_takes_the_one_before_and_loses_none(
+    manifest, tmp_path, one_world
+):
+    save_after(manifest, tmp_path, 2, 4, 6, rollback_skip_steps=1)
+    run = in_this_process(tmp_path, manifest, rollback_skip_steps=1)
+    parts = {s: next(checkpoint_folder(tmp_path, s).glob("*.distcp")) for s in (2, 4)}
+    sound = {step: part.read_bytes() for step, part in parts.items()}
+    for part in parts.values():
+        part.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"00000004: .*damaged.*00000002: .*damaged .* No older"):
+        run.restorer.go_back(6, Diverged("made", 4), run.journal)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-00000002", "step-00000004", "step-00000006.diverged"]
+    parts[2].write_bytes(sound[2])
+    torch.distributed.destroy_process_group()
+    run = in_this_process(tmp_path, manifest, rollback_skip_steps=1)
+    assert (run.first_step, run.rollbacks.batch_of(3), run.rollbacks.batch_of(4)) == (2, 3, 8)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-00000002", "step-00000004.damaged"]
+
+
+def test_while_the_loss_is_high_the_checkpoint_before_that_stays(manifest, tmp_path, one_world):
+    run = in_this_process(tmp_path, manifest, keep_checkpoints=1)
+    for since, kept in ((None, [1]), (1, [1, 2]), (1, [1, 3]), (None, [4])):
+        run.guards.divergence.since = since
+        run.save(max(saved_steps(tmp_path), default=0) + 1)
+        run.wait_for_save()
+        assert saved_steps(tmp_path) == kept
+
+
+def test_a_run_that_only_lacks_its_mark_of_completion_needs_no_room(
+    manifest, tmp_path, one_world, monkeypatch
+):
+    save_after(manifest, tmp_path, 2, max_steps=2, warmup_steps=1)
+    full = checkpoint.shutil.disk_usage(tmp_path)._replace(free=9)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _path: full)
+    assert in_this_process(tmp_path, manifest, max_steps=2, warmup_steps=1).first_step == 2
+
+
 def test_a_signal_after_a_rollback_behind_the_first_step_tears_no_step(
     manifest, tmp_path, one_world, monkeypatch
 ):
@@ -559,9 +614,13 @@ def test_a_checkpoint_s_size_is_known_before_its_first_step(manifest, tmp_path, 
         assert counted <= written < 1.05 * counted
         few = checkpoint.shutil.disk_usage(tmp_path)._replace(free=counted - 1)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoint.shutil, "disk_usage", lambda _path, few=few: few)
+            asked = []
+            patch.setattr(
+                checkpoint.shutil, "disk_usage", lambda p, f=few, a=asked: a.append(p) or f
+            )
             with pytest.raises(OSError, match=f"a checkpoint takes {counted:,} bytes"):
                 checkpoint.check_space(tmp_path, tensors, held=3)
+            assert asked == [tmp_path / "checkpoints"], "which may lie on a disk of its own"
             enough = few._replace(free=3 * counted)
             patch.setattr(checkpoint.shutil, "disk_usage", lambda _path, enough=enough: enough)
             assert checkpoint.check_space(tmp_path / "none", tensors, held=3) == []

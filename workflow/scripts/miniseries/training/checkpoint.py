@@ -36,6 +36,7 @@ ERRNOS_OF_DAMAGE = (None, errno.ENOENT, errno.EINVAL, errno.EISDIR, errno.ENOTDI
 NOT_HERE = "bring it back from a copy"  # of a file that nothing can make again
 STATE, SUMS = "trainer.json", "checksums.json"
 PINNED = "pinned"  # a file in a checkpoint that is kept for good
+DIVERGED = "diverged"  # ending of one that is later than the one to go back to
 STATE_KEYS = ("step", "adam_step", "fingerprint", "loss_detector", "norm_detector", "wall_seconds")
 STATE_KEYS += ("world_size", "micro_batch")
 STEP_FOLDER = re.compile(r"step-(\d{8})")
@@ -192,7 +193,7 @@ def save_checkpoint(
             raise  # a lost connection: what another rank raised comes wrapped
         if world.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
-        free, reason = shutil.disk_usage(run_folder).free, _reason(error)
+        free, reason = shutil.disk_usage(final.parent).free, _reason(error)
         is_full = any(os.strerror(number) in reason for number in (errno.ENOSPC, errno.EDQUOT))
         raise OSError(
             f"{final}: the checkpoint could not be written ({free:,} bytes free): {reason}; older "
@@ -271,21 +272,30 @@ def _fault_of_reading(folder: Path, error: BaseException) -> Exception:
 
 
 def load_newest(
-    run_folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, world: World
+    run_folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.AdamW,
+    world: World,
+    until: int | None = None,
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Read the newest checkpoint that is sound; every rank calls it.
 
-    Damaged ones are put aside, as `step-00000200.damaged`, once one before them has been read.
+    Damaged ones are put aside, as `step-00000200.damaged`, once one before them has been read; then
+    those go, too, that a return to an older one has put aside.
+
+    Args:
+        until: the last step that will do; None for all.
 
     Returns:
-        State as by `load_checkpoint`, None if there is no checkpoint at all; and a sentence on
+        State as by `load_checkpoint`, None if there never was a checkpoint; and a sentence on
         each damaged one.
 
     Raises:
-        ValueError: there are some, but all are damaged; a run is never silently begun anew.
+        ValueError: there were some, but they are gone, or all are damaged; a run is never
+            silently begun anew.
     """
     problems: list[str] = []
-    steps = saved_steps(run_folder)
+    steps = [step for step in saved_steps(run_folder) if until is None or step <= until]
     for number, step in enumerate(reversed(steps)):
         try:
             state = load_checkpoint(checkpoint_folder(run_folder, step), model, optimizer)
@@ -296,11 +306,18 @@ def load_newest(
         if world.is_main:
             for damaged in steps[len(steps) - number :]:
                 forget(run_folder, damaged, aside="damaged")
+            for later in (run_folder / "checkpoints").glob(f"step-*.{DIVERGED}"):
+                shutil.rmtree(later, ignore_errors=True)
         return state, problems
     if problems:
         raise ValueError(
             f"{'; '.join(problems)}. No older checkpoint is left: bring a sound one back from a "
             f"copy, or delete {run_folder} to begin the run anew"
+        )
+    if any((run_folder / "saved").glob("*.json")):
+        raise ValueError(
+            f"{run_folder / 'checkpoints'}: the checkpoints of this run are gone; if they lie on "
+            f"a disk of their own see that it is there, or delete {run_folder} to begin anew"
         )
     return None, []
 
@@ -427,7 +444,7 @@ def check_space(run_folder: Path, tensors: dict[str, torch.Tensor], held: int) -
         if not os.access(folder, os.W_OK | os.X_OK):
             raise OSError(f"{folder}: may not be written to; change its permissions or its owner")
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    free = shutil.disk_usage(run_folder).free
+    free = shutil.disk_usage(run_folder / "checkpoints").free
     if free < needed:
         raise OSError(
             f"{run_folder}: a checkpoint takes {needed:,} bytes, but only {free:,} are free; "

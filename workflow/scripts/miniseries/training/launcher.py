@@ -254,9 +254,10 @@ def _check_trial(outcome: Outcome) -> None:
 
 def _until_complete(command: list[str], run: LocalRun) -> None:
     """Start the processes, and again after a crash or a hang, until the run is complete."""
-    restarts, newest = 0, newest_checkpoint(run.folder)
+    restarts, newest, is_said = 0, newest_checkpoint(run.folder), False
     while not run.ears.heard:
         outcome = run.start(command, run.processes)
+        is_said = outcome.is_stop
         before, newest = newest, newest_checkpoint(run.folder)
         if not any(outcome.codes):
             return
@@ -273,6 +274,8 @@ def _until_complete(command: list[str], run: LocalRun) -> None:
             reason = outcome.reason()
         run.say(f"{reason}; starting again from step {newest}")
         append_record(run.folder / "metrics.jsonl", "restart", step=newest, reason=reason)
+    if not is_said:
+        run.say(f"stopped at step {newest}; the same command goes on from here")
     raise SystemExit(STOPPED)
 
 
@@ -293,6 +296,7 @@ def _check_restart(outcome: Outcome, restarts: int, folder: Path) -> None:
 
 
 def newest_checkpoint(folder: Path) -> int:
-    """Step of the newest complete checkpoint, by its marker; 0 if there is none."""
-    names = [path.stem for path in (folder / "saved").glob("*.json")]
-    return max((int(name) for name in names if name.isdecimal()), default=0)
+    """Step of the newest complete checkpoint that is there, by its marker; 0 if there is none."""
+    markers = [path for path in (folder / "saved").glob("*.json") if path.stem.isdecimal()]
+    there = [m for m in markers if (folder / read_json(m, ["checkpoint"])["checkpoint"]).is_dir()]
+    return max((int(marker.stem) for marker in there), default=0)

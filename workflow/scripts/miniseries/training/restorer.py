@@ -109,10 +109,8 @@ class Restorer:
         notes: list[str] = []
         if self.world.is_main:
             checkpoint.clean_up(self.folder)
-            tensors = checkpoint.state_tensors(self.model, self.optimizer)
-            machine = LATER_MACHINE_KEYS | self.settings["machine"]
-            held = checkpoints_held({"recipe": self.recipe, "machine": machine})
-            notes = checkpoint.check_space(self.folder, tensors, held)
+            if checkpoint.saved_steps(self.folder)[-1:] != [self.recipe["max_steps"]]:
+                notes = self._check_space()
         dist.barrier()
         state, problems = checkpoint.load_newest(
             self.folder, self.model, self.optimizer, self.world
@@ -121,6 +119,12 @@ class Restorer:
         beginning = self._first_state(state, micro_batch, drawn)
         beginning.notes[:0] = notes
         return beginning
+
+    def _check_space(self) -> list[str]:
+        machine = LATER_MACHINE_KEYS | self.settings["machine"]
+        held = checkpoints_held({"recipe": self.recipe, "machine": machine})
+        tensors = checkpoint.state_tensors(self.model, self.optimizer)
+        return checkpoint.check_space(self.folder, tensors, held)
 
     def _first_state(
         self,
@@ -151,6 +155,13 @@ class Restorer:
             raise ValueError(
                 f"the checkpoint of step {state['step']} belongs to other settings than "
                 f"{self.folder / 'settings.json'}; give the new settings a run name of their own"
+            )
+        tokens = self.settings.get("data_fingerprint")
+        if tokens and (state.get("data_fingerprint") or tokens) != tokens:
+            raise ValueError(
+                f"the checkpoint of step {state['step']} was trained on other tokens than "
+                f"{self.folder / 'settings.json'} names (fingerprint "
+                f"{state['data_fingerprint'][:12]} -> {tokens[:12]}); bring those back"
             )
         self.guards.load_state_dict(state)
         found = Beginning(state["step"], state["wall_seconds"])
@@ -189,7 +200,8 @@ class Restorer:
             The step to go on with.
 
         Raises:
-            ValueError: it is not asked for, not possible, or was done too often.
+            ValueError: it is not asked for, not possible, or was done too often; or all the sound
+                ones are damaged: those that came after them lie there as `.diverged` then.
         """
         saved = checkpoint.saved_steps(self.folder)
         sound = [s for s in saved if s <= divergence.since]
@@ -200,17 +212,18 @@ class Restorer:
         more = self.recipe["rollback_skip_steps"]
         if not (more and sound and len(self.rollbacks.done) < MAX_ROLLBACKS):
             raise ValueError(f"{divergence}; {pinned}") from None
-        back_to = sound[-1]
-        if self.world.is_main:
+        if self.world.is_main:  # not away yet: the one to go back to may turn out to be damaged
             for later in saved[len(sound) :]:
-                checkpoint.forget(self.folder, later)
-        rollback = self.rollbacks.plan(step, back_to, more)
+                checkpoint.forget(self.folder, later, aside=checkpoint.DIVERGED)
+        rollback = self.rollbacks.plan(step, sound[-1], more)
         # before loading, which may take long: who is killed meanwhile starts again as decided here
         self.rollbacks.note(rollback, write=self.world.is_main)
-        journal.record("rollback", back_to, **asdict(rollback))
-        folder = checkpoint.checkpoint_folder(self.folder, back_to)
-        self.guards.load_state_dict(checkpoint.load_checkpoint(folder, self.model, self.optimizer))
-        skipped = rollback.batches_skipped
-        journal.say(f"{divergence}; {pinned}")
+        journal.record("rollback", sound[-1], **asdict(rollback))
+        state, problems = checkpoint.load_newest(
+            self.folder, self.model, self.optimizer, self.world, until=sound[-1]
+        )
+        self.guards.load_state_dict(state)
+        back_to, skipped = state["step"], rollback.batches_skipped
+        journal.say("; ".join([str(divergence), pinned, *problems]))
         journal.say(f"going back to step {back_to} and on without the next {skipped} batches")
         return back_to

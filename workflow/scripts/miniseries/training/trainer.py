@@ -300,6 +300,7 @@ class Trainer:
         state = {
             "run": self.settings["run"],
             "fingerprint": self.settings["fingerprint"],
+            "data_fingerprint": self.settings.get("data_fingerprint"),
             "recipe": self.recipe,
             **self.guards.state_dict(),
             "wall_seconds": self.wall_seconds(),
@@ -326,7 +327,12 @@ class Trainer:
     def _rotate(self) -> None:
         """Remove checkpoints that need not be kept."""
         keep, keep_every = self.machine["keep_checkpoints"], self.machine["keep_every_steps"]
-        checkpoint.rotate(self.folder, keep, keep_every, kept_steps(self.machine))
+        pinned, since = kept_steps(self.machine), self.guards.divergence.since
+        if since is not None:  # the loss is high: the one before that may be gone back to
+            pinned |= {
+                max((s for s in checkpoint.saved_steps(self.folder) if s <= since), default=0)
+            }
+        checkpoint.rotate(self.folder, keep, keep_every, pinned)
 
     # ---- the loop -----------------------------------------------------------------------
 
