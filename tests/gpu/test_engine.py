@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 REAL = {"sequence_length": 1024, "precision": "bf16", "compile": True, "warmup_steps": 10}
 REAL |= {"learning_rate": 6e-4, "checkpoint_every_steps": 0, "gpus": 1}
 D12 = REAL | {"num_layers": 12, "num_heads": 12, "channels": 768, "total_batch_tokens": 65536}
@@ -127,8 +128,10 @@ def test_1558m_finds_its_micro_batch_saves_beside_training_and_keeps_its_memory(
     assert_memory_and_graphs_stay(folder)
 
 
-def test_deterministic_runs_are_equal_bit_by_bit_also_when_stopped(data, tmp_path):
+@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=needs_two)])
+def test_deterministic_runs_are_equal_bit_by_bit_also_when_stopped(data, tmp_path, gpus):
     changes = D12 | {"max_steps": 60, "val_every_steps": 0, "ranges_every_steps": 0}
+    changes |= {"gpus": gpus, "micro_batch": 64 // gpus}
     fast = train(data, tmp_path / "fast", **changes)
     first = train(data, tmp_path / "first", **changes, deterministic=True)
     train(data, tmp_path / "second", **changes, deterministic=True)
@@ -156,7 +159,7 @@ def test_out_of_memory_starts_again_with_less_at_a_time(data, tmp_path):
     assert len(records["train"]) == 12
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@needs_two
 def test_two_gpus_survive_a_stop_and_a_killed_process(data, tmp_path):
     import psutil
 
@@ -178,7 +181,7 @@ def test_two_gpus_survive_a_stop_and_a_killed_process(data, tmp_path):
     print(f"\nlast losses {ours['train_loss_nats']:.6f} and {theirs['train_loss_nats']:.6f}")
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@needs_two
 def test_a_run_goes_on_with_one_gpu_and_with_two_again(data, tmp_path):
     changes = D12 | {"max_steps": 40, "micro_batch": 32, "warmup_steps": 700}  # 124m's own
     whole = train(data, tmp_path / "whole", **changes | {"gpus": 2})["train"]
