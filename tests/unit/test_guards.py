@@ -98,6 +98,27 @@ def test_going_back_behind_an_older_return_skips_all_that_was_read(tmp_path):
     assert rollbacks.batch_of(8) > rollbacks.batch_of(7)
 
 
+def test_no_batch_is_left_out_twice_nor_read_again_when_it_goes_back_behind_a_return(tmp_path):
+    rollbacks = Rollbacks(tmp_path)
+    rollbacks.note(rollbacks.plan(found_at=110, back_to=100, more=4), write=True)  # 100 to 114
+    second = rollbacks.plan(found_at=95, back_to=90, more=4)  # 90 to 99
+    rollbacks.note(second, write=True)
+    again = Rollbacks(tmp_path)
+    assert [again.batch_of(step) for step in (89, 90, 91)] == [89, 115, 116]
+    assert (second.batches_skipped, again.batches_skipped) == (10, 25)
+    covered = Rollbacks(tmp_path / "none")
+    for found_at, back_to, more in ((110, 100, 4), (103, 90, 0)):  # 118 is what step 103 read
+        covered.note(covered.plan(found_at, back_to, more), write=False)
+    assert (covered.batch_of(90), covered.batches_skipped) == (119, 29)
+
+
+def test_returns_noted_by_an_older_version_hold(tmp_path):
+    older = [{"found_at": 9, "back_to": 8, "batches_skipped": 4}]
+    older += [{"found_at": 20, "back_to": 16, "batches_skipped": 15}]
+    write_json(tmp_path / guards.RECORD, older)
+    assert [Rollbacks(tmp_path).batch_of(step) for step in (7, 8, 15, 16)] == [7, 12, 19, 35]
+
+
 def test_a_branch_reads_on_where_its_trunk_would_have(manifest, tmp_path, start):
     trunk = start(tmp_path / "trunk", rollback_skip_steps=2, lr_schedule="constant")
     read = lead_astray(trunk, {5, 13})  # found at the steps 5 and 9: back to 4 and to 8

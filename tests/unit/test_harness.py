@@ -173,6 +173,7 @@ def test_lm_eval_takes_the_length_that_was_trained_not_the_positions(tmp_path, e
     change_json(exported / "config.json", n_positions=64, sequence_length=32)
     found, _ = run(exported, tmp_path, ["arc_easy@3"])
     assert dict(fake)["model"]["max_length"] == 32
+    assert dict(fake)["model"]["softmax_dtype"] == "float32"
     scores = {"shots": 3, "num_items": 0, "data": "hub", "acc": 0.5}
     assert found["tasks"] == {"arc_easy": scores}
 
@@ -207,6 +208,25 @@ def test_lm_eval_and_our_scoring_agree_on_every_item_and_on_other_weights_differ
     again, other_items = run(exported, tmp_path, questions=questions)
     assert again["weights_sha256"] != found["weights_sha256"]
     assert [i["answers"] for i in other_items] != [i["answers"] for i in items]
+
+
+@pytest.mark.slow
+def test_lm_eval_adds_up_what_a_model_in_bf16_says_in_fp32(tmp_path, offline):
+    pytest.importorskip("lm_eval")
+    export, data = tmp_path / "export" / "small", make_data(tmp_path)
+    made = make_run(tmp_path / "train" / "small", trained_model())
+    export_model(made / "done.json", export, "bfloat16")
+    questions = made_questions(data / "q.jsonl", 60)
+    outputs = [tmp_path / name for name in ("loss.json", "hellaswag.json", "ours.jsonl")]
+    score_export(export, data / "manifest.json", questions, 4, *outputs, device="cpu")
+    _, items = run(export, tmp_path, questions=questions)
+    lines = [json.loads(line)["harness"]["nats"] for line in outputs[2].read_text().splitlines()]
+    theirs = [[-log_likelihood for log_likelihood, _ in item["answers"]] for item in items]
+    apart = max(
+        abs(a - b) for x, y in zip(theirs, lines, strict=True) for a, b in zip(x, y, strict=True)
+    )
+    assert max(map(max, lines)) > 64, "sums that bf16 rounds to a half"
+    assert apart < 0.2
 
 
 @pytest.mark.slow

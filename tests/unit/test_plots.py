@@ -29,6 +29,7 @@ from miniseries.reporting.runlog import (
     first_step_past,
     headline,
     load_run,
+    loss_baseline,
     loss_limits,
     published,
     short,
@@ -297,6 +298,16 @@ def test_a_divergence_is_marked_and_what_was_done_about_it_is_said():
     assert expected in legend_of(left)
     left, _ = draw_run(run_of(train_record(0), events[0]), STYLE).axes
     assert "diverged at step 7" in legend_of(left) and "back to" not in legend_of(left)
+
+
+def test_no_crossing_is_claimed_of_a_loss_with_more_context():
+    run = run_of(val_record(50, 2.9), dataset="fineweb-edu", shape=SIZES["124M"])
+    longer = run_of(
+        val_record(50, 2.9), dataset="fineweb-edu", shape=SIZES["124M"] | {"sequence_length": 2048}
+    )
+    assert first_step_past(run, loss_baseline(run), "val") == 50
+    assert first_step_past(longer, loss_baseline(longer), "val") is None
+    assert loss_baseline(longer).data_set == "FineWeb-Edu, T = 1024"
 
 
 def test_a_run_in_progress_says_so_in_its_title():

@@ -285,6 +285,7 @@ def run_harness(
         model = HFLM(
             pretrained=str(export),
             dtype="auto",
+            softmax_dtype="float32",  # its sums are in the logits' type, and bf16 has 8 bits
             device=str(choose_device(device)),
             batch_size=batch_size,
             max_length=config.sequence_length,  # positions beyond it were never trained

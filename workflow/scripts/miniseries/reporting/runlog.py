@@ -7,7 +7,7 @@ that is an error here, what is missing is left out.
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,17 @@ DATA_SETS = {  # as named in baselines.json; looked for in a data set's name and
 }
 # other texts of similar names; `fineweb-2b` and `fineweb20b` are 2 and 20 billion of its tokens
 OTHER_TEXTS = r"fine_?web(s|[-_]?2(?![\d.]*b|\d)|[-_]?edu[-_]?(score|chinese))"
+# tokens of context of the published losses: with more before it a token is easier to predict
+PUBLISHED_CONTEXT = 1024
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """A published figure to compare with; `same_data` when measured on the run's own data."""
+    """A published figure to compare with.
+
+    Args:
+        same_data: whether it was measured on the run's own data, with as much text before a token.
+    """
 
     model: str
     value: float
@@ -265,7 +271,11 @@ def find_baseline(size: str, metric: str, data_set: str) -> Baseline | None:
 
 def loss_baseline(run: Run, metric: str = "val_loss_nats") -> Baseline | None:
     """The published loss that a run's validation loss is compared with."""
-    return find_baseline(run.size, metric, run.data_set)
+    line = find_baseline(run.size, metric, run.data_set)
+    context = run.recipe.get("sequence_length", PUBLISHED_CONTEXT)
+    if line is None or not line.same_data or context == PUBLISHED_CONTEXT:
+        return line
+    return replace(line, data_set=f"{line.data_set}, T = {PUBLISHED_CONTEXT}", same_data=False)
 
 
 def score_baseline(run: Run, metric: str = "hellaswag_llmc_acc_token_mean") -> Baseline | None:

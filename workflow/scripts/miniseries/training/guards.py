@@ -1,6 +1,7 @@
 """What notices that a run goes wrong, and what is done about it: spikes, divergence, rollback."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,9 @@ class Rollback:
 
     found_at: int  # step at which the divergence was noticed
     back_to: int  # step of the checkpoint
-    batches_skipped: int  # global batches from there on that are never read again
+    batches_skipped: int  # global batches that are never read again, and were not left out before
+    # the first one left out, and the one after the last; older files have none, nor overlaps
+    left_out: tuple[int, int] | None = None
 
 
 class Rollbacks:
@@ -107,22 +110,51 @@ class Rollbacks:
     @property
     def batches_skipped(self) -> int:
         """Batches that are never read again."""
-        return sum(r.batches_skipped for r in self.done)
+        return sum(end - first for first, end in self._left_out())
+
+    def _left_out(self) -> list[tuple[int, int]]:
+        """First global batch, and the one after the last, of all that is left out; ascending."""
+        found: list[tuple[int, int]] = []
+        for rollback in self.done:
+            first = _batch_beside(found, rollback.back_to)
+            found = _united(found, rollback.left_out or (first, first + rollback.batches_skipped))
+        return found
 
     def batch_of(self, step: int) -> int:
         """Number of the global batch that this step reads."""
-        return step + sum(r.batches_skipped for r in self.done if step >= r.back_to)
+        return _batch_beside(self._left_out(), step)
 
     def plan(self, found_at: int, back_to: int, more: int) -> Rollback:
         """Skip what was read since the checkpoint and `more` batches after it."""
-        read = self.batch_of(found_at) - self.batch_of(back_to) + 1
-        return Rollback(found_at, back_to, read + more)
+        new = (self.batch_of(back_to), self.batch_of(found_at) + 1 + more)
+        left_out = _united(self._left_out(), new)
+        count = sum(end - first for first, end in left_out) - self.batches_skipped
+        return Rollback(found_at, back_to, count, new)
 
     def note(self, *rollbacks: Rollback, write: bool) -> None:
         """Let them hold from now on; `write` on one process only."""
         self.done += rollbacks
         if write and rollbacks:
             write_json(self.path, [asdict(entry) for entry in self.done])
+
+
+def _batch_beside(left_out: list[tuple[int, int]], step: int) -> int:
+    """The step-th of the batches that are not left out."""
+    batch = step
+    for first, end in left_out:
+        batch += end - first if batch >= first else 0
+    return batch
+
+
+def _united(intervals: list[tuple[int, int]], new: Sequence[int]) -> list[tuple[int, int]]:
+    """Disjoint intervals, ascending, that hold the same as all of these."""
+    found: list[tuple[int, int]] = []
+    for first, end in sorted([*intervals, (new[0], new[1])]):
+        if found and first <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((first, end))
+    return found
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ def import_llmc(model: Path, settings: Path, folder: Path) -> None:
     content = read_json(settings)
     state, (config, weights) = llmc.read_optimizer_state(model), llmc.read_model(model)
     wanted = GPTConfig.of_recipe(content["recipe"])
-    if config != wanted:
+    if any(getattr(config, key) != getattr(wanted, key) for key in SHAPE):
         raise ValueError(f"{model}: is a {config}, but {settings} says {wanted}")
     if saved_steps(folder):
         raise ValueError(f"{folder}: holds checkpoints already; take a run with another name")

@@ -259,12 +259,12 @@ class Trainer:
             with record_function("data"):  # the ranges that profiles are cut by
                 tokens, targets = self.loader.micro_batch_at(batch, micro_step)
                 batch_hash += self.loader.hash_of(micro_step, tokens, targets)
-            with record_function("forward"):
-                loss = self.model(tokens, targets, "mean", self.guards.scale)
-                loss = loss / self.grad_accum_steps
+            with record_function("forward"):  # the share of a step is not rounded to bf16 so
+                scale = self.guards.scale / self.grad_accum_steps
+                loss = self.model(tokens, targets, "mean", scale)
             with record_function("backward"):
                 loss.backward()
-            loss_sum += loss.detach()
+            loss_sum += loss.detach() / self.grad_accum_steps
             self.pace.keep()
         return loss_sum, batch_hash
 
