@@ -267,6 +267,7 @@ def test_auto_tries_the_powers_of_two_that_divide_a_process_s_share(tmp_path):
     assert microbatch.powers_of_two(48) == [16, 8, 4, 2, 1]
     recipe = {"total_batch_tokens": 6144, "sequence_length": 32}
     settings = {"recipe": recipe, "machine": {"micro_batch": "auto", "compile": True}}
+    settings["fingerprint"] = "a"
     with pytest.raises(ValueError, match="`auto` is tried by"):
         microbatch.choose(tmp_path, settings, 4, "GPU A")
     (tmp_path / microbatch.RECORD).write_text("[]")
@@ -276,6 +277,8 @@ def test_auto_tries_the_powers_of_two_that_divide_a_process_s_share(tmp_path):
     assert microbatch.choose(tmp_path, settings, 4, "GPU A") == (16, "the largest that fits")
     assert microbatch.remembered(tmp_path, settings, 2, "GPU A") is None, "other memory"
     assert microbatch.remembered(tmp_path, settings, 4, "GPU B") is None
+    other = settings | {"fingerprint": "b"}
+    assert microbatch.remembered(tmp_path, other, 4, "GPU A") is None, "another recipe"
     assert microbatch.choose(tmp_path, settings, 4, "cpu") == (microbatch.ON_CPU, None)
     steps = []
     while steps[-1:] != [1]:

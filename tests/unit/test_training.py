@@ -933,6 +933,19 @@ def test_a_replay_takes_the_micro_batch_of_the_checkpoint_or_else_what_was_tried
         assert settings["machine"]["micro_batch"] == expected
 
 
+def test_what_was_found_for_another_batch_never_leaves_out_a_part_of_one(
+    manifest, tmp_path, one_world
+):
+    changes = {"micro_batch": "auto", "total_batch_tokens": 384}
+    frozen = freeze(make_settings(tmp_path / "in.json", **changes), manifest, tmp_path)
+    microbatch.remember(tmp_path, frozen, 1, "cpu", 8, "the largest that fits")
+    record = read_json(tmp_path / microbatch.RECORD)
+    del record["circumstances"]["fingerprint"]  # as before it came
+    write_json(tmp_path / microbatch.RECORD, record)
+    with pytest.raises(ValueError, match=r"batch\.json: micro_batch 8 does not divide the 12 seq"):
+        in_this_process(tmp_path, manifest, **changes)
+
+
 def test_steps_that_are_kept_are_named_beside_damaged_ones(tmp_path):
     for name in ("step-00000008", "step-00000012.damaged", "step-00000004"):
         write_json(tmp_path / "checkpoints" / name / "trainer.json", {})

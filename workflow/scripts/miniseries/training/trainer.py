@@ -103,8 +103,9 @@ class Trainer:
         self.micro_batch, reason = microbatch.choose(
             self.folder, self.settings, self.world.size, name
         )
-        windows = microbatch.windows_per_process(self.recipe, self.world.size)
-        self.grad_accum_steps = windows // self.micro_batch
+        self.grad_accum_steps = microbatch.micro_steps(
+            self.folder, self.recipe, self.world.size, self.micro_batch
+        )
         if reason is not None:
             self.notes.append(f"micro_batch {self.micro_batch}: {reason}")
 
