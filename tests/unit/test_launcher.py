@@ -233,6 +233,16 @@ def test_a_crash_is_mended_when_nobody_hears_of_it_any_more(manifest, tmp_path):
     assert (tmp_path / "done.json").exists()
 
 
+def test_a_process_that_is_started_again_refuses_other_tokens(tmp_path):
+    settings = make_settings(tmp_path / "in.json")
+    freeze(settings, make_dataset(tmp_path / "data"), tmp_path / "run")
+    manifest = make_dataset(tmp_path / "data", val_tokens=999)
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    result = train_here(settings, manifest, tmp_path / "run", env=environment)
+    assert result.returncode == REFUSED and "Traceback" not in result.stderr
+    assert f"was started on other tokens than {manifest.parent} holds now" in result.stderr
+
+
 def test_a_hung_process_is_asked_where_it_is_killed_and_started_again(unbroken, manifest, tmp_path):
     settings = make_settings(tmp_path / "in.json", gpus=2, stall_seconds=20)
     process = start(settings, manifest, tmp_path, **SLOW_STEPS)
