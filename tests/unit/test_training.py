@@ -894,6 +894,23 @@ def test_under_torchrun_settings_that_were_put_there_by_hand_last_to_the_end(man
     assert done["data_fingerprint"] == fingerprint
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"val_tokens": 20}, "validation needs 33 tokens"),
+        ({"train_tokens": 60}, "no training shard holds 33 tokens"),
+    ],
+)
+def test_too_short_shards_are_refused_while_the_recipe_may_still_change(
+    tmp_path, one_world, sizes, message
+):
+    short, folder = make_dataset(tmp_path / "data", **sizes), tmp_path / "run"
+    with pytest.raises(ValueError, match=message):
+        in_this_process(folder, short)
+    torch.distributed.destroy_process_group()
+    assert in_this_process(folder, short, sequence_length=16).first_step == 0
+
+
 def test_a_damaged_shard_ends_the_run_before_its_first_step(manifest, tmp_path):
     copy = make_dataset(tmp_path / "data")
     shard = sorted(copy.parent.glob("*train*.bin"))[0]
