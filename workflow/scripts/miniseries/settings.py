@@ -145,8 +145,11 @@ def start_file(init_from: str) -> str:
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether a run's folder holds more than the settings of one that was refused at its start."""
-    return (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists()
+    """Whether a run's folder holds more than what one that was refused at its start leaves."""
+    if (folder / "metrics.jsonl").exists():
+        return True
+    checkpoints = folder / "checkpoints"  # made to see whether there is room in it
+    return checkpoints.exists() and any(checkpoints.iterdir())
 
 
 def frozen_start(folder: Path) -> dict[str, str] | None:
