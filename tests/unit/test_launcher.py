@@ -29,7 +29,7 @@ from stand_ins import (
 )
 
 from miniseries.metrics import read_json, read_metrics, write_json
-from miniseries.training import launcher, microbatch, supervisor, trial
+from miniseries.training import launcher, microbatch, replay, supervisor, trial
 from miniseries.training.checkpoint import checkpoint_folder, load_model_weights, saved_steps
 from miniseries.training.distributed import start_world
 from miniseries.training.launcher import (
@@ -166,6 +166,26 @@ def test_a_process_whose_launcher_dies_while_it_loads_leaves_the_run_alone(manif
     process.wait()
     assert not psutil.wait_procs([orphan], timeout=60)[1]
     assert not (tmp_path / "metrics.jsonl").exists(), "the next launcher has the folder to itself"
+
+
+@pytest.mark.parametrize(
+    ("module", "begin"),
+    [
+        (trial, lambda folder: trial.find_micro_batch(folder, 1)),
+        (replay, lambda folder: replay.replay(folder, folder, 3, folder)),
+    ],
+)
+def test_a_trial_or_replay_whose_launcher_died_while_it_loaded_ends(
+    tmp_path, monkeypatch, module, begin
+):
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setenv(supervisor.PIPE, str(writer))
+    monkeypatch.setattr(module, "die_with_parent", lambda: None)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit, match=str(CRASHED)):
+        begin(tmp_path)
+    os.close(writer)
 
 
 def test_a_run_that_was_stopped_as_by_ctrl_z_does_not_count_as_hanging(tmp_path):
