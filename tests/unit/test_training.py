@@ -519,6 +519,13 @@ def test_other_settings_under_the_same_name_are_refused_and_nothing_is_lost(unbr
     assert {p: p.stat().st_mtime_ns for p in before} == before
 
 
+def test_a_checkpoint_of_other_settings_is_refused(unbroken, manifest, tmp_path, one_world):
+    source = checkpoint_folder(unbroken[0], 8)
+    shutil.copytree(source, checkpoint_folder(tmp_path, 8))
+    with pytest.raises(ValueError, match="checkpoint of step 8 belongs to other settings than"):
+        in_this_process(tmp_path, manifest, learning_rate=1e-3)
+
+
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
