@@ -179,6 +179,20 @@ def test_a_gradient_that_is_not_finite_touches_nothing(manifest, tmp_path, start
     assert not torch.equal(state_of(run)["step 0"], before["step 0"])
 
 
+def test_the_step_at_which_a_high_loss_is_a_divergence_touches_nothing(
+    manifest, tmp_path, start, monkeypatch
+):
+    run = start(tmp_path, divergence_z=7.0)
+    run.train_step(0)
+    run.guards.divergence.load_state_dict(1)  # steps 1 to 4 were high
+    monkeypatch.setattr(run.guards.loss_detector, "update", lambda _loss: 8.0)
+    before = state_of(run)
+    with pytest.raises(Diverged, match="steps 1 to 5: the loss is more than 7"):
+        run.train_step(DIVERGED_STEPS)
+    after = state_of(run)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
 def test_weights_are_gathered_early_where_a_step_follows_at_once(
     manifest, tmp_path, start, monkeypatch
 ):

@@ -30,7 +30,7 @@ from stand_ins import (
 )
 
 from miniseries.metrics import read_json, read_metrics
-from miniseries.training import launcher, microbatch, supervisor, trial
+from miniseries.training import launcher, microbatch, replay, supervisor, trial
 from miniseries.training.checkpoint import checkpoint_folder, load_model_weights, saved_steps
 from miniseries.training.distributed import start_world
 from miniseries.training.launcher import (
@@ -170,6 +170,26 @@ def test_a_process_whose_launcher_dies_while_it_loads_leaves_the_run_alone(manif
     assert not (tmp_path / "metrics.jsonl").exists(), "the next launcher has the folder to itself"
 
 
+@pytest.mark.parametrize(
+    ("module", "begin"),
+    [
+        (trial, lambda folder: trial.find_micro_batch(folder, 1)),
+        (replay, lambda folder: replay.replay(folder, folder, 3, folder)),
+    ],
+)
+def test_a_trial_or_replay_whose_launcher_died_while_it_loaded_ends(
+    tmp_path, monkeypatch, module, begin
+):
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setenv(supervisor.PIPE, str(writer))
+    monkeypatch.setattr(module, "die_with_parent", lambda: None)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit, match=str(CRASHED)):
+        begin(tmp_path)
+    os.close(writer)
+
+
 def test_a_run_that_was_stopped_as_by_ctrl_z_does_not_count_as_hanging(tmp_path):
     busy = "import os, time\nos.write(int(os.environ['MINISERIES_HEARTBEAT']), b's')\n"
     busy += "while time.process_time() < 1.5: pass"
@@ -235,6 +255,16 @@ def test_a_crash_is_mended_when_nobody_hears_of_it_any_more(manifest, tmp_path):
     assert (tmp_path / "done.json").exists()
 
 
+def test_a_process_that_is_started_again_refuses_other_tokens(tmp_path):
+    settings = make_settings(tmp_path / "in.json")
+    freeze(settings, make_dataset(tmp_path / "data"), tmp_path / "run")
+    manifest = make_dataset(tmp_path / "data", val_tokens=999)
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    result = train_here(settings, manifest, tmp_path / "run", env=environment)
+    assert result.returncode == REFUSED and "Traceback" not in result.stderr
+    assert f"was started on other tokens than {manifest.parent} holds now" in result.stderr
+
+
 def test_a_hung_process_is_asked_where_it_is_killed_and_started_again(unbroken, manifest, tmp_path):
     settings = make_settings(tmp_path / "in.json", gpus=2, stall_seconds=20)
     process = start(settings, manifest, tmp_path, **SLOW_STEPS)
@@ -269,6 +299,7 @@ def test_auto_tries_the_powers_of_two_that_divide_a_process_s_share(tmp_path):
     assert microbatch.powers_of_two(48) == [16, 8, 4, 2, 1]
     recipe = {"total_batch_tokens": 6144, "sequence_length": 32}
     settings = {"recipe": recipe, "machine": {"micro_batch": "auto", "compile": True}}
+    settings["fingerprint"] = "a"
     with pytest.raises(ValueError, match="`auto` is tried by"):
         microbatch.choose(tmp_path, settings, 4, "GPU A")
     (tmp_path / microbatch.RECORD).write_text("[]")
@@ -278,6 +309,8 @@ def test_auto_tries_the_powers_of_two_that_divide_a_process_s_share(tmp_path):
     assert microbatch.choose(tmp_path, settings, 4, "GPU A") == (16, "the largest that fits")
     assert microbatch.remembered(tmp_path, settings, 2, "GPU A") is None, "other memory"
     assert microbatch.remembered(tmp_path, settings, 4, "GPU B") is None
+    other = settings | {"fingerprint": "b"}
+    assert microbatch.remembered(tmp_path, other, 4, "GPU A") is None, "another recipe"
     assert microbatch.choose(tmp_path, settings, 4, "cpu") == (microbatch.ON_CPU, None)
     steps = []
     while steps[-1:] != [1]:

@@ -1,7 +1,11 @@
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from stand_ins import TRAIN_SCRIPT
 
 from miniseries.metrics import (
     append_record,
@@ -103,6 +107,15 @@ def test_what_a_user_can_mend_is_one_line_and_exit_code_1(capsys):
         run_main(fail)
     assert leaving.value.code == 1
     assert capsys.readouterr().err == "error: this is wrong, do that\n"
+
+
+def test_a_character_that_the_terminal_lacks_ends_nothing():
+    program = "from miniseries.metrics import run_main; run_main(lambda: print('\\u2019 \\xe9'))"
+    environment = {**os.environ, "PYTHONPATH": str(TRAIN_SCRIPT.parent)}
+    environment["PYTHONIOENCODING"] = "latin-1"
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, env=environment)
+    assert result.stdout == b"\\u2019 \xe9\n", result.stderr
 
 
 def test_a_full_disk_is_named_with_its_remedy(capsys):

@@ -141,6 +141,17 @@ def test_updates_of_bf16_weights_hang_on_seed_and_step_alone():
     assert not all(torch.equal(a, c) for a, _, c in pairs)
 
 
+def test_two_weights_are_not_rounded_by_the_same_chance():
+    pair = torch.nn.ParameterList(torch.ones(64, 64, dtype=torch.bfloat16) for _ in range(2))
+    optimizer = make_optimizer(pair, 0.0, 5)
+    optimizer.param_groups[0]["lr"] = 2.0**-9  # half of the step of bf16 below 1
+    for weight in pair:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    # as often unlike as alike
+    assert (pair[0] != pair[1]).float().mean().item() == pytest.approx(0.5, abs=0.05)
+
+
 def test_updates_too_small_for_bf16_add_up_over_steps():
     weight = torch.nn.Linear(64, 64, bias=False).bfloat16()
     with torch.no_grad():

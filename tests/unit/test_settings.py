@@ -556,9 +556,14 @@ class TestFrozenSettings:
         check_frozen(resolve(config).runs["tiny"], tmp_path / "none.json", tmp_path / "none.json")
 
     def test_run_that_was_refused_at_its_start_may_change(self, config, started):
-        (started[0].parent / "metrics.jsonl").unlink()
+        folder = started[0].parent
+        (folder / "metrics.jsonl").unlink()
+        (folder / "checkpoints").mkdir()
         config["runs"]["tiny"]["learning_rate"] = 2.0e-3
         check_frozen(resolve(config).runs["tiny"], *started)
+        (folder / "checkpoints/step-00000050").mkdir()
+        with pytest.raises(ValueError, match=r"learning_rate: 0\.001 -> 0\.002"):
+            check_frozen(resolve(config).runs["tiny"], *started)
 
     def test_other_speed_goes_on(self, config, started):
         config["runs"]["tiny"] |= {"micro_batch": 1, "gpus": 1, "compile": False}

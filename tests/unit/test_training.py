@@ -587,6 +587,13 @@ def test_other_settings_under_the_same_name_are_refused_and_nothing_is_lost(unbr
     assert {p: p.stat().st_mtime_ns for p in before} == before
 
 
+def test_a_checkpoint_of_other_settings_is_refused(unbroken, manifest, tmp_path, one_world):
+    source = checkpoint_folder(unbroken[0], 8)
+    shutil.copytree(source, checkpoint_folder(tmp_path, 8))
+    with pytest.raises(ValueError, match="checkpoint of step 8 belongs to other settings than"):
+        in_this_process(tmp_path, manifest, learning_rate=1e-3)
+
+
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
@@ -966,6 +973,23 @@ def test_under_torchrun_settings_that_were_put_there_by_hand_last_to_the_end(man
     assert done["data_fingerprint"] == fingerprint
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"val_tokens": 20}, "validation needs 33 tokens"),
+        ({"train_tokens": 60}, "no training shard holds 33 tokens"),
+    ],
+)
+def test_too_short_shards_are_refused_while_the_recipe_may_still_change(
+    tmp_path, one_world, sizes, message
+):
+    short, folder = make_dataset(tmp_path / "data", **sizes), tmp_path / "run"
+    with pytest.raises(ValueError, match=message):
+        in_this_process(folder, short)
+    torch.distributed.destroy_process_group()
+    assert in_this_process(folder, short, sequence_length=16).first_step == 0
+
+
 def test_a_damaged_shard_ends_the_run_before_its_first_step(manifest, tmp_path):
     copy = make_dataset(tmp_path / "data")
     shard = sorted(copy.parent.glob("*train*.bin"))[0]
@@ -1003,6 +1027,19 @@ def test_a_replay_takes_the_micro_batch_of_the_checkpoint_or_else_what_was_tried
         (tmp_path / str(number)).mkdir()
         replay._look_alike(folder, tmp_path / str(number), settings, 5, world)
         assert settings["machine"]["micro_batch"] == expected
+
+
+def test_what_was_found_for_another_batch_never_leaves_out_a_part_of_one(
+    manifest, tmp_path, one_world
+):
+    changes = {"micro_batch": "auto", "total_batch_tokens": 384}
+    frozen = freeze(make_settings(tmp_path / "in.json", **changes), manifest, tmp_path)
+    microbatch.remember(tmp_path, frozen, 1, "cpu", 8, "the largest that fits")
+    record = read_json(tmp_path / microbatch.RECORD)
+    del record["circumstances"]["fingerprint"]  # as before it came
+    write_json(tmp_path / microbatch.RECORD, record)
+    with pytest.raises(ValueError, match=r"batch\.json: micro_batch 8 does not divide the 12 seq"):
+        in_this_process(tmp_path, manifest, **changes)
 
 
 def test_steps_that_are_kept_are_named_beside_damaged_ones(tmp_path):

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import errno
+import io
 import json
 import os
 import signal
@@ -175,6 +176,8 @@ def run_main(function: Callable[..., Any], **arguments: Any) -> None:
 
     Ctrl-C ends it without a word, with exit code 130 as in a shell.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # of a terminal that lacks a sample's characters
+        sys.stdout.reconfigure(errors="backslashreplace")  # as Python has it for standard error
     try:
         function(**arguments)
     except (ValueError, OSError) as error:

@@ -145,8 +145,11 @@ def start_file(init_from: str) -> str:
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether a run's folder holds more than the settings of one that was refused at its start."""
-    return (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists()
+    """Whether a run's folder holds more than what one that was refused at its start leaves."""
+    if (folder / "metrics.jsonl").exists():
+        return True
+    checkpoints = folder / "checkpoints"  # made to see whether there is room in it
+    return checkpoints.exists() and any(checkpoints.iterdir())
 
 
 def frozen_start(folder: Path) -> dict[str, str] | None:
@@ -172,7 +175,6 @@ def check_frozen(settings: dict[str, Any], frozen: Path, manifest: Path) -> None
     remedy = "bring it back from a copy; while the run is not complete it may also be deleted"
     old = read_json(frozen, ["recipe"], remedy)
     run = settings["run"]
-    advice = f"add a run with another name that says `extends: {run}`"
     changes = list(_differences(old["recipe"], settings["recipe"], ""))
     if changes:
         raise ValueError(
@@ -180,17 +182,35 @@ def check_frozen(settings: dict[str, Any], frozen: Path, manifest: Path) -> None
             + "\n  ".join(changes)
             + f"\nNothing in {folder} was touched. Put the old values back; to try the new ones, "
             + _first_of_data(changes)
-            + f"{advice} and states only what differs"
+            + f"{_advice(run)} and states only what differs"
         )
-    before = old.get("data_fingerprint")
-    after = read_json(manifest, ["fingerprint"])["fingerprint"] if manifest.exists() else before
+    if manifest.exists():
+        after = read_json(manifest, ["fingerprint"])["fingerprint"]
+        check_tokens(run, old.get("data_fingerprint"), after, manifest, folder)
+
+
+def check_tokens(run: str, before: str | None, after: str, manifest: Path, folder: Path) -> None:
+    """Refuse to go on with a run on other tokens.
+
+    Args:
+        before: fingerprint of the data in the run's frozen settings, if they have it.
+        after: the one that the manifest has now.
+
+    Raises:
+        ValueError: they differ; names both, and the remedy.
+    """
     if before and before != after:
         raise ValueError(
             f"run {run!r} was started on other tokens than {manifest.parent} holds now "
             f"(fingerprint {before[:12]} -> {str(after)[:12]}).\nNo checkpoint in {folder} was "
             "touched. Bring the old shards and their manifest back. To train on the new tokens "
-            f"give them a dataset of their own, so that nothing is written over, and {advice}"
+            "give them a dataset of their own, so that nothing is written over, and "
+            f"{_advice(run)}"
         )
+
+
+def _advice(run: str) -> str:
+    return f"add a run with another name that says `extends: {run}`"
 
 
 def _with_defaults(entry: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:

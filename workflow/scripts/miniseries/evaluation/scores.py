@@ -10,7 +10,7 @@ import torch
 
 from miniseries.data.encode import gpt2_encoding
 from miniseries.data.questions import read_rows
-from miniseries.data.shards import DOCUMENT_MARK, VOCAB_SIZE, Manifest, load_manifest, open_shard
+from miniseries.data.shards import DOCUMENT_MARK, VOCAB_SIZE, Manifest, load_manifest
 from miniseries.evaluation.choices import (
     HARNESS,
     LLMC,
@@ -23,9 +23,9 @@ from miniseries.evaluation.huggingface import load_export
 from miniseries.evaluation.scoring import (
     Row,
     choice_scores,
+    open_validation,
     row_losses,
     validation_loss,
-    validation_windows,
 )
 from miniseries.metrics import write_json, write_text
 from miniseries.model.gpt import GPT
@@ -63,10 +63,8 @@ def token_bytes() -> np.ndarray:
 
 def validation_bytes(manifest: Manifest, sequence_length: int) -> int:
     """UTF-8 bytes of the text that the validation loss is about."""
-    shards, lengths = [open_shard(path) for path in manifest.val_shards], token_bytes()
-    windows = validation_windows(
-        [len(shard) for shard in shards], sequence_length, manifest.val_tokens
-    )
+    lengths = token_bytes()
+    shards, windows = open_validation(manifest, sequence_length)
     return sum(
         int(lengths[shards[shard][first + 1 : first + 1 + sequence_length]].sum())
         for shard, first in windows

@@ -115,6 +115,19 @@ def validation_windows(
     return windows
 
 
+def open_validation(
+    manifest: Manifest, sequence_length: int
+) -> tuple[list[np.memmap], list[tuple[int, int]]]:
+    """The validation shards, and their `validation_windows`.
+
+    Raises:
+        ValueError: there is no full window.
+    """
+    shards = [open_shard(path) for path in manifest.val_shards]
+    sizes = [len(shard) for shard in shards]
+    return shards, validation_windows(sizes, sequence_length, manifest.val_tokens)
+
+
 def _check_ids(ids: np.ndarray, path: Path, first: int) -> None:
     """Refuse what would be a wild read on a GPU; `ids` begin at token `first` of the shard."""
     if ids.max() >= VOCAB_SIZE:
@@ -151,8 +164,7 @@ def validation_loss(
         ValueError: no full window, or a token id that GPT-2 does not have.
     """
     length = model.config.sequence_length
-    shards = [open_shard(path) for path in manifest.val_shards]
-    windows = validation_windows([len(s) for s in shards], length, manifest.val_tokens)
+    shards, windows = open_validation(manifest, length)
 
     def read_window(index: int) -> Row:
         shard, first = windows[index]

@@ -10,7 +10,7 @@ from miniseries.metrics import read_json, write_json
 
 ON_CPU = 8  # sequences for `auto` without a GPU; more bring a CPU nothing
 RECORD = "micro_batch.json"
-# What decides how much memory a sequence takes, besides the recipe, which never changes
+# What decides how much memory a sequence takes, besides the recipe
 DECIDED_BY = ("micro_batch", "compile", "deterministic", "recompute")
 
 
@@ -31,6 +31,21 @@ def windows_per_process(recipe: dict[str, Any], processes: int) -> int:
     return windows
 
 
+def micro_steps(folder: Path, recipe: dict[str, Any], processes: int, size: int) -> int:
+    """Micro-steps of `size` sequences that a process makes in a step.
+
+    Raises:
+        ValueError: the processes cannot share a batch equally, or `size` does not divide a share.
+    """
+    windows = windows_per_process(recipe, processes)
+    if windows % size:
+        raise ValueError(
+            f"{folder / RECORD}: micro_batch {size} does not divide the {windows} sequences that a "
+            "process has in a step; delete the file to have it found anew"
+        )
+    return windows // size
+
+
 def largest_divisor(wanted: int, windows: int) -> int:
     """The largest number of sequences, at most `wanted`, that divides a process's share."""
     return max(size for size in range(1, min(wanted, windows) + 1) if windows % size == 0)
@@ -43,7 +58,9 @@ def powers_of_two(windows: int) -> list[int]:
 
 def _circumstances(settings: dict[str, Any], processes: int, device: str) -> dict[str, Any]:
     asked = {key: settings["machine"][key] for key in DECIDED_BY if key in settings["machine"]}
-    return {"asked": asked, "processes": processes, "device": device}
+    # a run that was stopped before its first step may change its recipe
+    found = {"asked": asked, "processes": processes, "device": device}
+    return found | {"fingerprint": settings["fingerprint"]}
 
 
 def remembered(
@@ -54,8 +71,10 @@ def remembered(
     if not path.exists():
         return None
     record = read_json(path, ["micro_batch", "reason", "circumstances"])
-    same = record["circumstances"] == _circumstances(settings, processes, device)
-    return record if same else None
+    now = _circumstances(settings, processes, device)
+    # a record that was made before it had the recipe's fingerprint stays
+    before = {"fingerprint": now["fingerprint"]} | record["circumstances"]
+    return record if before == now else None
 
 
 def remember(

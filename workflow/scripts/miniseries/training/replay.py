@@ -13,6 +13,7 @@ from miniseries.metrics import die_with_parent, read_json, read_metrics, write_j
 from miniseries.training import checkpoint, determinism, guards, microbatch
 from miniseries.training.assembly import attention_kernels
 from miniseries.training.distributed import World, device_name, local_part, reshard, start_world
+from miniseries.training.supervisor import Heartbeat
 from miniseries.training.trainer import Trainer
 
 
@@ -30,6 +31,7 @@ def replay(folder: Path, manifest: Path, step: int, output: Path) -> None:
         ValueError: the run never did this step.
     """
     die_with_parent()
+    Heartbeat().beat()  # the launcher may have died while PyTorch was loading
     determinism.enforce()
     world = start_world()
     settings = read_json(folder / "settings.json")

@@ -13,6 +13,7 @@ from torch.profiler import record_function
 from miniseries.data.encode import gpt2_encoding
 from miniseries.data.shards import Manifest
 from miniseries.evaluation.choices import encode_questions
+from miniseries.evaluation.scoring import open_validation
 from miniseries.model.gpt import GPTConfig, draw_weights
 from miniseries.settings import LATER_KEYS, LATER_MACHINE_KEYS, kept_steps
 from miniseries.training import checkpoint, determinism, memory, microbatch
@@ -53,7 +54,8 @@ class Trainer:
         folder: the run's folder; the newest checkpoint in it is resumed from.
 
     Raises:
-        ValueError: the processes cannot share a batch equally, or a checkpoint is damaged.
+        ValueError: the processes cannot share a batch equally, the tokens are too few, or a
+            checkpoint is damaged.
         OSError: not even one checkpoint fits on the disk.
     """
 
@@ -77,6 +79,9 @@ class Trainer:
         self.has_stepped = False  # in this process
         self.notes: list[str] = []  # what happened before there was anybody to tell
         self._split_batch()
+        # what these refuse the recipe can mend, which may change until something is written
+        self.loader = self._make_loader()
+        open_validation(manifest, self.recipe["sequence_length"])
         drawn = self._draw_weights()
         self._build_model()
         self.guards, self.rollbacks = Guards(self.recipe), Rollbacks(folder)
@@ -85,14 +90,6 @@ class Trainer:
         self.steps_done = self.kept_step = self.first_step
         self.saver = Saver(folder, self.model, self.optimizer, world, self._rotate)
         self.started = time.monotonic()
-        self.loader = Loader(
-            manifest.train_shards,
-            self.recipe,
-            micro_batch=self.micro_batch,
-            rank=world.rank,
-            world_size=world.size,
-            device=world.device,
-        )
         self.journal = self._make_journal()
         self.evaluator = self._make_evaluator(questions)
 
@@ -103,10 +100,21 @@ class Trainer:
         self.micro_batch, reason = microbatch.choose(
             self.folder, self.settings, self.world.size, name
         )
-        windows = microbatch.windows_per_process(self.recipe, self.world.size)
-        self.grad_accum_steps = windows // self.micro_batch
+        self.grad_accum_steps = microbatch.micro_steps(
+            self.folder, self.recipe, self.world.size, self.micro_batch
+        )
         if reason is not None:
             self.notes.append(f"micro_batch {self.micro_batch}: {reason}")
+
+    def _make_loader(self) -> Loader:
+        return Loader(
+            self.manifest.train_shards,
+            self.recipe,
+            micro_batch=self.micro_batch,
+            rank=self.world.rank,
+            world_size=self.world.size,
+            device=self.world.device,
+        )
 
     def _model_config(self) -> GPTConfig:
         return GPTConfig.of_recipe(self.recipe)

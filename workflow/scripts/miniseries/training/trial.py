@@ -11,6 +11,7 @@ from miniseries.model.gpt import VOCAB_SIZE, GPTConfig
 from miniseries.training.assembly import attention_kernels, make_model
 from miniseries.training.distributed import COMPUTE_DTYPES
 from miniseries.training.microbatch import powers_of_two, remember, windows_per_process
+from miniseries.training.supervisor import Heartbeat
 
 HEADROOM = 0.04  # of the GPU's memory: for collectives, fragments, and the odd temporary
 
@@ -25,6 +26,7 @@ def find_micro_batch(folder: Path, processes: int) -> None:
         ValueError: not even one sequence fits.
     """
     die_with_parent()  # beside a later trial it would take the memory that this one measures
+    Heartbeat().beat()  # the launcher may have died while PyTorch was loading
     settings = read_json(folder / "settings.json")
     device = torch.device("cuda", 0)
     windows = windows_per_process(settings["recipe"], processes)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from miniseries.data.shards import load_manifest
 from miniseries.metrics import die_with_parent, read_json
+from miniseries.settings import check_tokens
 from miniseries.training import determinism
 from miniseries.training.assembly import attention_kernels
 from miniseries.training.distributed import Interrupted, start_world
@@ -44,6 +45,9 @@ def train(manifest: Path, questions: Path | None, folder: Path, done: Path) -> N
         data = load_manifest(manifest)
         # the launcher's settings have it; those that were put there for torchrun do not
         settings = {"data_fingerprint": data.fingerprint, **read_json(folder / "settings.json")}
+        # the launcher looked when it started; this process may be a later restart
+        before, now = settings["data_fingerprint"], data.fingerprint
+        check_tokens(settings["run"], before, now, manifest, folder)
         deterministic = settings["machine"]["deterministic"]
         if deterministic:
             determinism.enforce()
