@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shutil
 import time
 
 import pytest
@@ -127,6 +128,33 @@ def test_touched_data_make_nothing_again(finished_project):
     for file in data.iterdir():
         file.touch()
     assert finished_project.jobs("all", "plots") == {}
+
+
+@pytest.mark.parametrize("gone", ["data/builtin/*.jsonl", "data"])
+def test_a_finished_run_is_not_trained_again_where_what_it_was_made_of_is_gone(
+    finished_project, gone
+):
+    results = finished_project.folder / "results"
+    for path in [results / "evaluate/tiny", results / "export/tiny", *results.glob(gone)]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    data = {"prepare_dataset": 1}
+    assert finished_project.jobs("train_tiny") == {}
+    assert finished_project.jobs("export_tiny") == {"export": 1, "export_tiny": 1}
+    assert finished_project.jobs("evaluate_tiny") == data | SCORES | {"evaluate_tiny": 1}
+    forced = finished_project.jobs("evaluate_tiny", "--forcerun", "prepare_dataset")
+    assert forced == data | SCORES | {"evaluate_tiny": 1}
+    finished_project.succeed("evaluate_tiny")
+    assert "train" not in finished_project.jobs()
+    assert finished_project.calls.count("train_run") == 1
+
+
+def test_a_finished_run_is_not_trained_again_along_with_the_one_it_started_from(finished_project):
+    finished_project.write("mine.yaml", "runs: {ft: {extends: tiny, init_from: tiny}}\n")
+    overlay = ["--configfile", "mine.yaml"]
+    finished_project.succeed("train_ft", *overlay)
+    (finished_project.folder / "results/train/tiny/done.json").unlink()
+    jobs = finished_project.jobs("train_tiny", "train_ft", *overlay)
+    assert jobs == {"train": 1, "train_tiny": 1}
 
 
 def test_other_speed_changes_nothing_of_a_finished_run(finished_project):

@@ -185,8 +185,9 @@ def manifest_of_run(wildcards):
 
 
 # Where a job must run again whose existing output is `ancient`, Snakemake 9.27 passes over all jobs
-# behind it, even those whose own output is missing. Hence the two functions that follow: what a
-# complete run is made of is never made again, and what training waits for is not `ancient` before.
+# behind it, even those whose own output is missing; where the output is missing, `ancient` is void.
+# Hence the functions that follow: what training waits for is not `ancient`, and what a complete run
+# was made of may change, go, and be made again.
 
 
 def is_done(run):
@@ -194,12 +195,17 @@ def is_done(run):
     return Path(f"results/train/{run}/done.json").exists()
 
 
+def was_input(path):
+    """An input of a complete run: nobody makes it for its sake, and its time does not count."""
+    return before_update(ancient(path))
+
+
 def until_done(path):
-    """Input function: a file that training waits for; changes count no more once it is done."""
+    """Input function: a file that training waits for; it counts no more once the run is done."""
 
     def file(wildcards):
         found = path(wildcards)
-        return ancient(found) if found and is_done(wildcards.run) else found
+        return was_input(found) if found and is_done(wildcards.run) else found
 
     return file
 
@@ -234,7 +240,7 @@ def start_of_run(wildcards):
         start = read_json(Path(f"results/train/{wildcards.run}/settings.json"))[
             "start"
         ]["path"]
-    return ancient(start)
+    return was_input(start)
 
 
 def start_option(wildcards, input, output):
