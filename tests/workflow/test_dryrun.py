@@ -348,6 +348,23 @@ class TestStepOfARun:
         assert project.jobs("evaluate_tiny") == {}
 
 
+def test_a_verdict_on_a_step_is_of_the_run_that_there_is(finished_project):
+    verdict = "results/replay/tiny@199.json"
+    assert "run 'tiny' has the steps 0 to 199, not 200" in finished_project.fail(
+        "results/replay/tiny@200.json"
+    )
+    finished_project.succeed(verdict)
+    assert finished_project.jobs(verdict) == {}
+    frozen = finished_project.folder / "results/train/tiny/settings.json"
+    settings = json.loads(frozen.read_text())
+    frozen.write_text(json.dumps(settings | {"fingerprint": "of another seed"}))
+    assert finished_project.jobs(verdict) == {"replay": 1}
+    frozen.unlink()
+    result = finished_project.run(verdict)
+    assert "no step of run 'tiny' can be done twice before it was trained" in result.stdout
+    assert (finished_project.folder / verdict).exists() and "Traceback" not in result.stdout
+
+
 def test_sweep_trains_every_value_and_draws_them_together(project):
     arguments = ["train_rates", "--configfile", "tests/config/sweep.yaml"]
     project.succeed(*arguments)

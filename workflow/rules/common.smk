@@ -248,6 +248,23 @@ def start_option(wildcards, input, output):
     return ["--init-from", input.start] if input.start else []
 
 
+def replayed_run(wildcards):
+    """The fingerprints of the run that a step is done twice of; refuses a step that it never has."""
+    run = wildcards.run
+    try:
+        settings = read_json(
+            Path(f"results/train/{run}/settings.json"),
+            ["recipe", "fingerprint"],
+            f"no step of run {run!r} can be done twice before it was trained",
+        )
+    except ValueError as error:
+        refuse(error)
+    last = settings["recipe"]["max_steps"] - 1
+    if int(wildcards.step) > last:
+        refuse(f"run {run!r} has the steps 0 to {last}, not {wildcards.step}")
+    return [settings["fingerprint"], settings.get("data_fingerprint")]
+
+
 def settings_of_run(wildcards):
     """Settings of the run as JSON; of a complete run those that it was trained with."""
     if is_done(wildcards.run):
