@@ -328,6 +328,21 @@ class TestStepOfARun:
             "run 'tiny' keeps no checkpoint of step 50: add it to the run's `export_steps:`" in text
         )
 
+    def test_step_that_a_run_in_progress_has_passed_is_refused(self, finished_project):
+        folder = finished_project.folder / "results/train/tiny"
+        (folder / "done.json").unlink()
+        (folder / "saved/200.json").rename(folder / "saved/60.json")
+        finished_project.edit("config/config.yaml", "keep_checkpoints: 2", "export_steps: [50, 80]")
+        later = "results/export/tiny@80/model.safetensors"
+        assert finished_project.jobs(later)["train"] == 1
+        branch = "  x: {extends: tiny, branch_from: tiny@50}\n  350m:\n"
+        finished_project.edit("config/config.yaml", "  350m:\n", branch)
+        for target in (self.other, "evaluate_tiny", "train_x"):
+            text = finished_project.fail(target)
+            assert "run 'tiny' is at step 60 and has kept no checkpoint of step 50" in text
+        (folder / "checkpoints/step-00000050").mkdir()
+        assert finished_project.jobs(self.other)["train"] == 1, "which writes its marker again"
+
     def test_missing_step_of_a_finished_run_names_those_there_are(self, finished_project):
         result = finished_project.run(self.other)
         assert result.returncode != 0

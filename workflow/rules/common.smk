@@ -15,6 +15,7 @@ from miniseries.data.hub_shards import shard_files
 from miniseries.data.origin import check_origin
 from miniseries.metrics import read_json
 from miniseries.settings import check_frozen, is_kept, resolve_runs, start_file
+from miniseries.training.launcher import newest_checkpoint
 from miniseries.validation import check_unique_keys, suggest, validate_config
 
 with open(f"{workflow.basedir}/workflow/schemas/config.schema.yaml") as file:
@@ -249,7 +250,7 @@ def start_option(wildcards, input, output):
 
 
 def replayed_run(wildcards):
-    """The fingerprints of the run that a step is done twice of; refuses a step that it never has."""
+    """Fingerprints of the run that a step is done twice of; refuses steps that it never has."""
     run = wildcards.run
     try:
         settings = read_json(
@@ -297,10 +298,20 @@ def marker_of(model):
     run, _, step = model.partition("@")
     folder = Path(f"results/train/{run}")
     marker = folder / f"saved/{step}.json" if step else folder / "done.json"
-    can_wait = marker.exists() or (folder / "done.json").exists()
-    if step and not can_wait and not is_kept(RUNS[run], int(step)):
+    if not step or marker.exists() or (folder / "done.json").exists():
+        return str(marker)
+    if not is_kept(RUNS[run], int(step)):
         refuse(
             f"run {run!r} keeps no checkpoint of step {step}: add it to the run's `export_steps:`"
+        )
+    # where a checkpoint lacks its marker, training writes it again
+    saved = folder / f"checkpoints/step-{int(step):08d}"
+    newest = newest_checkpoint(folder)
+    if 0 < int(step) <= newest and not saved.exists():
+        refuse(
+            f"run {run!r} is at step {newest} and has kept no checkpoint of step {step}, since "
+            "that was asked for too late: take it out of `export_steps:`, or name a step to come "
+            f"or one of {folder}/saved"
         )
     return str(marker)
 
