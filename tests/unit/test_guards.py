@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from real_project import wait_until
 from stand_ins import (
     PROJECT,
     losses,
@@ -324,6 +325,24 @@ def test_a_step_done_twice_is_identical_and_the_run_is_left_alone(manifest, tmp_
     assert verdict["runs"][0]["loss_nats"] == verdict["recorded_loss_nats"] == losses(folder)[6][1]
     assert "step 6 of made, done twice from the same state: identical" in result.stdout
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == before
+
+
+def test_a_replay_wants_the_run_s_tokens_and_leaves_nothing_when_stopped(manifest, tmp_path):
+    folder = tmp_path / "run"
+    settings = make_settings(tmp_path / "in.json")
+    assert train_here(settings, manifest, folder).returncode == 0
+    script = PROJECT / "workflow/scripts/replay_step.py"
+    command = [sys.executable, str(script), "--folder", str(folder), "--step", "6"]
+    command += ["--output", str(tmp_path / "replay/verdict.json"), "--manifest"]
+    other = make_dataset(tmp_path / "other", train_tokens=10_000)
+    result = subprocess.run([*command, str(other)], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: run 'made' was started on other tokens than")
+    process = subprocess.Popen([*command, str(manifest)])
+    wait_until(lambda: list(tmp_path.glob("replay/.replay-*/checkpoints")), process)
+    process.terminate()
+    assert process.wait(timeout=60) != 0
+    assert list((tmp_path / "replay").iterdir()) == []
 
 
 @pytest.mark.parametrize(("calls", "verdict"), [({2, 3}, "identical"), ({2}, "different")])

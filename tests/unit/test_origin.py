@@ -50,6 +50,10 @@ def test_entry_that_would_write_over_the_tokens_of_a_run_is_refused(made):
     with pytest.raises(ValueError, match=r"other .*source.* tokens of run run"):
         ask(source="builtin", paths=[])
     assert ask() == ""
+    (folder / "manifest.json").unlink()
+    for paths in ([], ["txets/*"]):
+        with pytest.raises(ValueError, match=r"other paths .* tokens of run run"):
+            ask(paths=paths)
 
 
 def test_the_prose_that_comes_with_python_is_guarded_alike(tmp_path, monkeypatch):
@@ -77,3 +81,75 @@ def test_dataset_stays_whole_when_it_cannot_be_made_again(made, monkeypatch, cha
     with pytest.raises(ValueError):
         prepare_dataset("d", entry | change, folder, folder / "manifest.json", 1)
     assert {path.name: path.read_bytes() for path in folder.glob("[!.]*")} == before
+
+
+class TestTokensOfARun:
+    """Nothing is written over tokens that a run was trained on, whatever has gone beside them."""
+
+    @pytest.fixture
+    def trained(self, tmp_path):
+        """Dataset `d` of 40 files with a run on it, and what makes it again."""
+        for number in range(40):
+            (tmp_path / f"{number}.txt").write_text(f"This is text {number}. It has two sentences.")
+        entry = {"source": "files", "paths": [str(tmp_path / "*.txt")], "shard_tokens": 200}
+        folder = tmp_path / "data/d"
+
+        def make():
+            # as Snakemake does before the job
+            for name in ("manifest.json", "hellaswag.jsonl"):
+                (folder / name).unlink(missing_ok=True)
+            prepare_dataset("d", entry, folder, folder / "manifest.json", 1)
+
+        make()
+        fingerprint = json.loads((folder / "manifest.json").read_text())["fingerprint"]
+        (tmp_path / "train/run").mkdir(parents=True)
+        settings = {"recipe": {"dataset": "d"}, "data_fingerprint": fingerprint}
+        (tmp_path / "train/run/settings.json").write_text(json.dumps(settings))
+        return folder, make
+
+    @staticmethod
+    def content(folder):
+        return {p.name: p.read_bytes() for p in folder.iterdir() if p.name[0] != "."}
+
+    @pytest.mark.parametrize("change", ["nothing", "other text", "no text"])
+    def test_manifest_and_questions_come_back_as_they_were(self, trained, change):
+        folder, make = trained
+        before = self.content(folder)
+        times = {path: path.stat().st_mtime_ns for path in folder.glob("*.bin")}
+        assert len(times) > 2
+        for file in folder.parents[1].glob("*.txt"):
+            if change == "other text":
+                file.write_text("Other words, many of them, in a longer text. " * 3)
+            if change == "no text":
+                file.unlink()
+        make()
+        assert self.content(folder) == before
+        assert {path: path.stat().st_mtime_ns for path in folder.glob("*.bin")} == times
+
+    @pytest.mark.parametrize("has_copy", [True, False])  # of the manifest, which came later
+    def test_other_text_is_refused_where_shards_are_missing(self, trained, has_copy):
+        folder, make = trained
+        before = self.content(folder)
+        gone = folder / "d_train_000001.bin"
+        if not has_copy:
+            note = json.loads((folder / "entry.json").read_text())
+            del note["manifest"]
+            (folder / "entry.json").write_text(json.dumps(note))
+        gone.unlink()
+        make()
+        assert self.content(folder) == before, "of the same text it is made again"
+        text = folder.parents[1] / "0.txt"
+        text.write_text("Other words, many of them, in a longer text. " * 3)
+        gone.unlink()
+        del before[gone.name], before["manifest.json"], before["hellaswag.jsonl"]
+        with pytest.raises(ValueError, match=r"^dataset d: shards that run run was .*missing"):
+            make()
+        assert self.content(folder) == before
+
+    def test_other_text_is_taken_once_the_run_is_gone(self, trained):
+        folder, make = trained
+        before = self.content(folder)
+        (folder.parents[1] / "0.txt").write_text("Other words, many of them, in a longer text. ")
+        (folder.parents[1] / "train/run/settings.json").unlink()
+        make()
+        assert self.content(folder)["manifest.json"] != before["manifest.json"]

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shutil
 import time
 
 import pytest
@@ -127,6 +128,33 @@ def test_touched_data_make_nothing_again(finished_project):
     for file in data.iterdir():
         file.touch()
     assert finished_project.jobs("all", "plots") == {}
+
+
+@pytest.mark.parametrize("gone", ["data/builtin/*.jsonl", "data"])
+def test_a_finished_run_is_not_trained_again_where_what_it_was_made_of_is_gone(
+    finished_project, gone
+):
+    results = finished_project.folder / "results"
+    for path in [results / "evaluate/tiny", results / "export/tiny", *results.glob(gone)]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    data = {"prepare_dataset": 1}
+    assert finished_project.jobs("train_tiny") == {}
+    assert finished_project.jobs("export_tiny") == {"export": 1, "export_tiny": 1}
+    assert finished_project.jobs("evaluate_tiny") == data | SCORES | {"evaluate_tiny": 1}
+    forced = finished_project.jobs("evaluate_tiny", "--forcerun", "prepare_dataset")
+    assert forced == data | SCORES | {"evaluate_tiny": 1}
+    finished_project.succeed("evaluate_tiny")
+    assert "train" not in finished_project.jobs()
+    assert finished_project.calls.count("train_run") == 1
+
+
+def test_a_finished_run_is_not_trained_again_along_with_the_one_it_started_from(finished_project):
+    finished_project.write("mine.yaml", "runs: {ft: {extends: tiny, init_from: tiny}}\n")
+    overlay = ["--configfile", "mine.yaml"]
+    finished_project.succeed("train_ft", *overlay)
+    (finished_project.folder / "results/train/tiny/done.json").unlink()
+    jobs = finished_project.jobs("train_tiny", "train_ft", *overlay)
+    assert jobs == {"train": 1, "train_tiny": 1}
 
 
 def test_other_speed_changes_nothing_of_a_finished_run(finished_project):
@@ -300,6 +328,21 @@ class TestStepOfARun:
             "run 'tiny' keeps no checkpoint of step 50: add it to the run's `export_steps:`" in text
         )
 
+    def test_step_that_a_run_in_progress_has_passed_is_refused(self, finished_project):
+        folder = finished_project.folder / "results/train/tiny"
+        (folder / "done.json").unlink()
+        (folder / "saved/200.json").rename(folder / "saved/60.json")
+        finished_project.edit("config/config.yaml", "keep_checkpoints: 2", "export_steps: [50, 80]")
+        later = "results/export/tiny@80/model.safetensors"
+        assert finished_project.jobs(later)["train"] == 1
+        branch = "  x: {extends: tiny, branch_from: tiny@50}\n  350m:\n"
+        finished_project.edit("config/config.yaml", "  350m:\n", branch)
+        for target in (self.other, "evaluate_tiny", "train_x"):
+            text = finished_project.fail(target)
+            assert "run 'tiny' is at step 60 and has kept no checkpoint of step 50" in text
+        (folder / "checkpoints/step-00000050").mkdir()
+        assert finished_project.jobs(self.other)["train"] == 1, "which writes its marker again"
+
     def test_missing_step_of_a_finished_run_names_those_there_are(self, finished_project):
         result = finished_project.run(self.other)
         assert result.returncode != 0
@@ -318,6 +361,23 @@ class TestStepOfARun:
         project.succeed("evaluate_tiny")
         assert (project.folder / "results/evaluate/tiny@50/val_loss.json").exists()
         assert project.jobs("evaluate_tiny") == {}
+
+
+def test_a_verdict_on_a_step_is_of_the_run_that_there_is(finished_project):
+    verdict = "results/replay/tiny@199.json"
+    assert "run 'tiny' has the steps 0 to 199, not 200" in finished_project.fail(
+        "results/replay/tiny@200.json"
+    )
+    finished_project.succeed(verdict)
+    assert finished_project.jobs(verdict) == {}
+    frozen = finished_project.folder / "results/train/tiny/settings.json"
+    settings = json.loads(frozen.read_text())
+    frozen.write_text(json.dumps(settings | {"fingerprint": "of another seed"}))
+    assert finished_project.jobs(verdict) == {"replay": 1}
+    frozen.unlink()
+    result = finished_project.run(verdict)
+    assert "no step of run 'tiny' can be done twice before it was trained" in result.stdout
+    assert (finished_project.folder / verdict).exists() and "Traceback" not in result.stdout
 
 
 def test_sweep_trains_every_value_and_draws_them_together(project):

@@ -15,6 +15,7 @@ from miniseries.data.hub_shards import shard_files
 from miniseries.data.origin import check_origin
 from miniseries.metrics import read_json
 from miniseries.settings import check_frozen, is_kept, resolve_runs, start_file
+from miniseries.training.launcher import newest_checkpoint
 from miniseries.validation import check_unique_keys, suggest, validate_config
 
 with open(f"{workflow.basedir}/workflow/schemas/config.schema.yaml") as file:
@@ -185,8 +186,9 @@ def manifest_of_run(wildcards):
 
 
 # Where a job must run again whose existing output is `ancient`, Snakemake 9.27 passes over all jobs
-# behind it, even those whose own output is missing. Hence the two functions that follow: what a
-# complete run is made of is never made again, and what training waits for is not `ancient` before.
+# behind it, even those whose own output is missing; where the output is missing, `ancient` is void.
+# Hence the functions that follow: what training waits for is not `ancient`, and what a complete run
+# was made of may change, go, and be made again.
 
 
 def is_done(run):
@@ -194,12 +196,17 @@ def is_done(run):
     return Path(f"results/train/{run}/done.json").exists()
 
 
+def was_input(path):
+    """An input of a complete run: nobody makes it for its sake, and its time does not count."""
+    return before_update(ancient(path))
+
+
 def until_done(path):
-    """Input function: a file that training waits for; changes count no more once it is done."""
+    """Input function: a file that training waits for; it counts no more once the run is done."""
 
     def file(wildcards):
         found = path(wildcards)
-        return ancient(found) if found and is_done(wildcards.run) else found
+        return was_input(found) if found and is_done(wildcards.run) else found
 
     return file
 
@@ -234,12 +241,29 @@ def start_of_run(wildcards):
         start = read_json(Path(f"results/train/{wildcards.run}/settings.json"))[
             "start"
         ]["path"]
-    return ancient(start)
+    return was_input(start)
 
 
 def start_option(wildcards, input, output):
     """The trainer's option for `start_of_run`."""
     return ["--init-from", input.start] if input.start else []
+
+
+def replayed_run(wildcards):
+    """Fingerprints of the run that a step is done twice of; refuses steps that it never has."""
+    run = wildcards.run
+    try:
+        settings = read_json(
+            Path(f"results/train/{run}/settings.json"),
+            ["recipe", "fingerprint"],
+            f"no step of run {run!r} can be done twice before it was trained",
+        )
+    except ValueError as error:
+        refuse(error)
+    last = settings["recipe"]["max_steps"] - 1
+    if int(wildcards.step) > last:
+        refuse(f"run {run!r} has the steps 0 to {last}, not {wildcards.step}")
+    return [settings["fingerprint"], settings.get("data_fingerprint")]
 
 
 def settings_of_run(wildcards):
@@ -274,10 +298,20 @@ def marker_of(model):
     run, _, step = model.partition("@")
     folder = Path(f"results/train/{run}")
     marker = folder / f"saved/{step}.json" if step else folder / "done.json"
-    can_wait = marker.exists() or (folder / "done.json").exists()
-    if step and not can_wait and not is_kept(RUNS[run], int(step)):
+    if not step or marker.exists() or (folder / "done.json").exists():
+        return str(marker)
+    if not is_kept(RUNS[run], int(step)):
         refuse(
             f"run {run!r} keeps no checkpoint of step {step}: add it to the run's `export_steps:`"
+        )
+    # where a checkpoint lacks its marker, training writes it again
+    saved = folder / f"checkpoints/step-{int(step):08d}"
+    newest = newest_checkpoint(folder)
+    if 0 < int(step) <= newest and not saved.exists():
+        refuse(
+            f"run {run!r} is at step {newest} and has kept no checkpoint of step {step}, since "
+            "that was asked for too late: take it out of `export_steps:`, or name a step to come "
+            f"or one of {folder}/saved"
         )
     return str(marker)
 

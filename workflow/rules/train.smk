@@ -89,6 +89,7 @@ rule replay:
         python=interpreter,
         folder="results/train/{run}",
         manifest=lambda wildcards, output: manifest_path(wildcards.run),
+        replayed=replayed_run,  # unused below: another run of this name has another verdict
     shell:
         r"""
         {params.python:q} workflow/scripts/replay_step.py \

@@ -19,10 +19,12 @@ if __name__ == "__main__":
     parser.add_argument("--manifest", type=Path, required=True, help="token shards, JSON")
     parser.add_argument("--step", type=int, required=True, help="0-based, as in metrics.jsonl")
     parser.add_argument("--output", type=Path, required=True, help="the verdict, JSON")
+    parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)  # by the launcher
     arguments = vars(parser.parse_args())
     if "RANK" in os.environ:
         from miniseries.training.replay import replay  # loads PyTorch
 
         run_main(replay, **arguments)
     else:
+        del arguments["scratch"]  # the launcher makes it
         run_main(launch_replay, **arguments)

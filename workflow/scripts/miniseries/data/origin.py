@@ -29,8 +29,14 @@ def describe_files(dataset: dict[str, Any]) -> dict[str, int]:
 
 
 def write_note(folder: Path, dataset: dict[str, Any], files: dict[str, int]) -> None:
-    """Say of which entry and which files the manifest in the folder was made."""
-    write_json(folder / NOTE, {"entry": dataset, "files": files})
+    """Say of which entry and which files the manifest in the folder was made, and keep a copy."""
+    manifest = read_json(folder / "manifest.json")
+    write_json(folder / NOTE, {"entry": dataset, "files": files, "manifest": manifest})
+
+
+def read_note(folder: Path) -> dict[str, Any]:
+    """What `write_note` wrote, {} if nothing; "manifest" came later than the rest."""
+    return read_json(folder / NOTE) if (folder / NOTE).exists() else {}
 
 
 def check_origin(name: str, dataset: dict[str, Any], folder: Path, runs: Path) -> str:
@@ -50,10 +56,10 @@ def check_origin(name: str, dataset: dict[str, Any], folder: Path, runs: Path) -
     Raises:
         ValueError: the entry has changed, and its paths lead nowhere, or runs need the old tokens.
     """
-    manifest = folder / "manifest.json"
-    if not (manifest.exists() and (folder / NOTE).exists()):
+    is_there = (folder / "manifest.json").exists()
+    made = read_note(folder)
+    if not made:
         return ""
-    made = read_json(folder / NOTE)
     changed = sorted(
         key for key in {*made["entry"], *dataset} if made["entry"].get(key) != dataset.get(key)
     )
@@ -62,10 +68,12 @@ def check_origin(name: str, dataset: dict[str, Any], folder: Path, runs: Path) -
     except (ValueError, OSError) as error:
         if not changed:
             return ""  # text may go once its tokens are there
-        raise ValueError(f"dataset {name}: {error}. Nothing in {folder} was touched") from None
+        if is_there:
+            raise ValueError(f"dataset {name}: {error}. Nothing in {folder} was touched") from None
     if not changed:
-        return "" if files == made["files"] else _warning(name, made["files"], files)
-    users = _runs_on(manifest, runs)
+        is_same = files == made["files"] or not is_there
+        return "" if is_same else _warning(name, made["files"], files)
+    users = find_users(name, folder, runs)
     if users:
         raise ValueError(
             f"dataset {name}: with other {', '.join(changed)} it would be made again, over the "
@@ -84,8 +92,21 @@ def _warning(name: str, before: dict[str, int], after: dict[str, int]) -> str:
     )
 
 
-def _runs_on(manifest: Path, runs: Path) -> list[str]:
-    """Names of the runs that were started on the tokens of a manifest."""
-    fingerprint = read_json(manifest).get("fingerprint")
-    frozen = sorted(runs.glob("*/settings.json"))
-    return [f.parent.name for f in frozen if read_json(f).get("data_fingerprint") == fingerprint]
+def find_users(name: str, folder: Path, runs: Path) -> list[str]:
+    """Names of the runs that were started on the tokens in a dataset's folder.
+
+    Snakemake may have deleted the manifest: its copy counts. Before there were copies all runs on
+    the dataset do.
+    """
+    made = read_note(folder)
+    manifest = made.get("manifest")
+    if not manifest and (folder / "manifest.json").exists():
+        manifest = read_json(folder / "manifest.json")
+    if not made and not manifest:
+        return []
+    frozen = {file.parent.name: read_json(file) for file in sorted(runs.glob("*/settings.json"))}
+    if manifest:
+        found = {run: settings.get("data_fingerprint") for run, settings in frozen.items()}
+        return [run for run in found if found[run] == manifest["fingerprint"]]
+    found = {run: settings.get("recipe", {}).get("dataset") for run, settings in frozen.items()}
+    return [run for run in found if found[run] == name]

@@ -21,7 +21,7 @@ from miniseries.data import corpus, fetch, foreign, hub_shards, origin, streams
 from miniseries.data.corpus import Findings, Part, Piece
 from miniseries.data.encode import gpt2_encoding
 from miniseries.data.questions import NUM_QUESTIONS, questions_from_shards
-from miniseries.data.shards import VAL_TOKENS, build_manifest, remove_other_shards
+from miniseries.data.shards import VAL_TOKENS, build_manifest, problems_of, remove_other_shards
 from miniseries.metrics import (
     die_with_parent,
     locked,
@@ -45,7 +45,8 @@ def prepare_dataset(
     """Make the shards, the questions, and at the very end the manifest of one dataset.
 
     The same text gives the same bytes for any number of workers. An interrupted call goes on with
-    what is missing: parts of the text that have no tokens yet, shards that are not there.
+    what is missing: parts of the text that have no tokens yet, shards that are not there. Tokens on
+    which runs stand are never replaced: of these only manifest and questions are written again.
 
     Args:
         name: of the dataset; first part of the names of its shards.
@@ -55,7 +56,8 @@ def prepare_dataset(
         num_workers: processes that tokenize; None takes one a core.
 
     Raises:
-        ValueError, OSError: what is wrong with the configuration, the text, the disk, the network.
+        ValueError, OSError: what is wrong with the configuration, the text, the disk, the network;
+            shards of runs are gone, and there is other text by now.
     """
     folder, manifest = Path(folder), Path(manifest)
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,12 +65,58 @@ def prepare_dataset(
         if dataset["source"] == "hub-shards":
             hub_shards.assemble_manifest(name, dataset, folder, manifest)
             return
+        users = _check_users(name, dataset, folder)
+        if users and _bring_back(dataset, folder, manifest):
+            return
         files = origin.describe_files(dataset)
-        if dataset["source"] == "shards":
-            foreign.prepare_shards(name, dataset, folder, manifest)
+        text = None if dataset["source"] == "shards" else Text(name, dataset, folder)
+        if users:
+            before = origin.read_note(folder).get("files")
+            _refuse_unless(text.is_as_before() if text else files == before, name, folder, users)
+        if text:
+            text.prepare(manifest, num_workers or num_cores())
         else:
-            Text(name, dataset, folder).prepare(manifest, num_workers or num_cores())
+            foreign.prepare_shards(name, dataset, folder, manifest)
         origin.write_note(folder, dataset, files)
+
+
+def _check_users(name: str, dataset: dict[str, Any], folder: Path) -> list[str]:
+    """Runs on the tokens in the folder; raises if the entry is not the one these were made of."""
+    if dataset["source"] == "shards" and dataset.get("format", foreign.LLMC) == foreign.LLMC:
+        return []  # used where they are: nothing is written over
+    runs = folder.parent.parent / "train"  # results/data/{name} -> results/train
+    origin.check_origin(name, dataset, folder, runs)
+    return origin.find_users(name, folder, runs)
+
+
+def _refuse_unless(is_same_text: bool, name: str, folder: Path, users: list[str]) -> None:
+    if not is_same_text:
+        raise ValueError(
+            f"dataset {name}: shards that run {', '.join(users)} was trained on are missing in "
+            f"{folder}, and the text is no longer what they were made of. No shard was touched. "
+            "Bring them back, or the text as it was, with its times (`cp -p`); give the new text a "
+            "dataset of another name"
+        )
+
+
+def _bring_back(dataset: dict[str, Any], folder: Path, manifest: Path) -> bool:
+    """Write questions and manifest as they were, if all shards are there; returns whether so."""
+    known = origin.read_note(folder).get("manifest")
+    if not known or any(problems_of(folder / s["path"], s["num_tokens"]) for s in known["shards"]):
+        return False
+    if dataset["source"] not in ("shards", "hub-text"):
+        _write_questions(dataset, folder, known["shards"])
+    write_json(manifest, known)
+    return True
+
+
+def _write_questions(dataset: dict[str, Any], folder: Path, shards: list[dict[str, Any]]) -> int:
+    """Make hellaswag.jsonl of the validation shards; returns the number of questions."""
+    val = [folder / shard["path"] for shard in shards if shard["split"] == "val"]
+    questions = questions_from_shards(val, dataset.get("num_questions", NUM_QUESTIONS))
+    lines = [json.dumps(question) + "\n" for question in questions]
+    write_text(folder / "hellaswag.jsonl", "".join(lines))
+    return len(questions)
 
 
 class Text:
@@ -125,6 +173,14 @@ class Text:
     def note(self, number: int) -> dict[str, Any] | None:
         """What is known of a part that was tokenized before, else None."""
         return streams.read_note(self.streams, number, self.identities[number])
+
+    def is_as_before(self) -> bool:
+        """Whether the shards that were made before would be made of the same text again."""
+        notes = [self.note(number) for number in range(len(self.parts))]
+        if not all(notes):
+            return False
+        plans = streams.plan_shards(self.name, [n["num_tokens"] for n in notes], self.dataset)
+        return streams.are_of_text(plans, self.streams, self.identities)
 
     def prepare(self, manifest: Path, num_workers: int) -> None:
         """Tokenize what has no note yet, write the shards that are missing, then the manifest."""
@@ -236,12 +292,7 @@ class Text:
             source |= {"repository": self.dataset["repository"], "commit": self.commit}
             source["files"] = self.files
         else:
-            val = [Path(entry["path"]) for entry in entries if entry["split"] == "val"]
-            number = self.dataset.get("num_questions", NUM_QUESTIONS)
-            questions = questions_from_shards(val, number)
-            source["num_questions"] = len(questions)
-            lines = [json.dumps(question) + "\n" for question in questions]
-            write_text(self.folder / "hellaswag.jsonl", "".join(lines))
+            source["num_questions"] = _write_questions(self.dataset, self.folder, entries)
         content = build_manifest(
             manifest.parent,
             self.name,

@@ -314,7 +314,7 @@ def load_manifest(path: Path) -> Manifest:
         for entry in content["shards"]:
             shard = path.parent / entry["path"]
             shards[entry["split"]].append(shard)
-            problems += _problem(shard, entry["num_tokens"])
+            problems += problems_of(shard, entry["num_tokens"])
         manifest = Manifest(
             path=path,
             dataset=content["dataset"],
@@ -331,7 +331,7 @@ def load_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def _problem(shard: Path, num_tokens: int) -> list[str]:
+def problems_of(shard: Path, num_tokens: int) -> list[str]:
     """What is wrong with a shard; empty if it is as the manifest says."""
     try:
         found = read_header(shard)
@@ -381,7 +381,7 @@ def _verify(folder: Path, entry: dict[str, Any]) -> list[str]:
     """What is wrong with one shard of a manifest; reads all of it."""
     shard = folder / entry["path"]
     try:
-        problems = _problem(shard, entry["num_tokens"])
+        problems = problems_of(shard, entry["num_tokens"])
         if not problems:
             check_ids(shard, open_shard(shard))
         if not problems and file_sha256(shard) != entry["sha256"]:

@@ -293,6 +293,12 @@ def _cut(segments: list[Segment], num_tokens: int) -> tuple[list[Segment], list[
     return taken, []
 
 
+def are_of_text(plans: Sequence[ShardPlan], streams: Path, identities: Sequence[str]) -> bool:
+    """Whether these shards, there by now or not, were made of the same text before."""
+    done = _read_record(streams)
+    return all(done.get(p.name, {}).get("text") == p.identity(identities) for p in plans)
+
+
 def shards_to_write(
     plans: Sequence[ShardPlan], folder: Path, streams: Path, identities: Sequence[str]
 ) -> list[ShardPlan]:

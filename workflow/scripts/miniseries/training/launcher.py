@@ -10,6 +10,7 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -213,15 +214,22 @@ def launch_replay(folder: Path, manifest: Path, step: int, output: Path) -> None
     """Do one step of a run twice, on as many processes as the run would take now.
 
     Raises:
-        ValueError: there is no such run, or a process was killed, crashed, or hung.
+        ValueError: there is no such run, it was started on other tokens, or a process was killed,
+            crashed, or hung.
         SystemExit: it failed, and has said why; or a signal came.
     """
-    with Ears() as ears:
-        settings = read_json(folder / "settings.json", ["recipe", "machine"])
+    frozen = folder / "settings.json"
+    settings = read_json(frozen, ["recipe", "machine"])
+    check_frozen(settings, frozen, manifest)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    # on a disk that holds checkpoints: the trainer wants room for one
+    place = tempfile.TemporaryDirectory(dir=output.parent, prefix=".replay-")
+    with Ears() as ears, place as scratch:
         settings["machine"] = LATER_MACHINE_KEYS | settings["machine"]
         run = LocalRun(settings, folder, *local_processes(settings["machine"]["gpus"]), ears)
         command = [sys.executable, str(Path(sys.argv[0]).resolve()), "--folder", str(folder)]
         command += ["--manifest", str(manifest), "--step", str(step), "--output", str(output)]
+        command += ["--scratch", scratch]
         outcome = run.start(command, run.processes)
         if ears.heard:
             raise SystemExit(STOPPED)

@@ -1,7 +1,6 @@
 """One step of a run done twice from the same state: other bits the second time are a fault."""
 
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from miniseries.training.supervisor import Heartbeat
 from miniseries.training.trainer import Trainer
 
 
-def replay(folder: Path, manifest: Path, step: int, output: Path) -> None:
+def replay(folder: Path, manifest: Path, step: int, output: Path, scratch: Path) -> None:
     """As one of the run's processes; the run's folder is read only, whatever happens.
 
     Trains from the newest checkpoint before `step` up to it with deterministic operations, then
@@ -26,6 +25,7 @@ def replay(folder: Path, manifest: Path, step: int, output: Path) -> None:
     Args:
         step: 0-based, as in metrics.jsonl.
         output: verdict, differing tensors by rank, and losses, JSON.
+        scratch: an empty folder, which the launcher deletes whatever happens.
 
     Raises:
         ValueError: the run never did this step.
@@ -38,23 +38,14 @@ def replay(folder: Path, manifest: Path, step: int, output: Path) -> None:
     last = settings["recipe"]["max_steps"] - 1
     if not 0 <= step <= last:
         raise ValueError(f"run {settings['run']!r} has the steps 0 to {last}, not {step}")
-    place = [""]
-    if world.is_main:  # on a disk that holds checkpoints: the trainer wants room for one
-        output.parent.mkdir(parents=True, exist_ok=True)
-        place = [tempfile.mkdtemp(dir=output.parent, prefix=".replay-")]
-    dist.broadcast_object_list(place, device=torch.device("cpu"))
-    try:
-        _look_alike(folder, Path(place[0]), settings, step, world)
-        trainer = Trainer(settings, load_manifest(manifest), None, Path(place[0]), world)
-        with attention_kernels(world.device, deterministic=True):
-            result = _do_twice(trainer, step)
-        if world.is_main:
-            _report(result, folder, settings["run"], step, output)
-        trainer.journal.close()
-        dist.barrier()
-    finally:
-        if world.is_main:
-            shutil.rmtree(place[0], ignore_errors=True)
+    _look_alike(folder, scratch, settings, step, world)
+    trainer = Trainer(settings, load_manifest(manifest), None, scratch, world)
+    with attention_kernels(world.device, deterministic=True):
+        result = _do_twice(trainer, step)
+    if world.is_main:
+        _report(result, folder, settings["run"], step, output)
+    trainer.journal.close()
+    dist.barrier()
     dist.destroy_process_group()
 
 
