@@ -174,7 +174,7 @@ def test_a_process_whose_launcher_dies_while_it_loads_leaves_the_run_alone(manif
     ("module", "begin"),
     [
         (trial, lambda folder: trial.find_micro_batch(folder, 1)),
-        (replay, lambda folder: replay.replay(folder, folder, 3, folder)),
+        (replay, lambda folder: replay.replay(folder, folder, 3, folder, folder)),
     ],
 )
 def test_a_trial_or_replay_whose_launcher_died_while_it_loaded_ends(

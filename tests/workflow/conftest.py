@@ -42,8 +42,9 @@ if name == "train_run":
     settings["data_fingerprint"] = manifest["fingerprint"]
     write(folder / "settings.json", json.dumps(settings))
     for step in steps:
-        write(folder / f"checkpoints/step-{step:08d}/trainer.json")
-        write(folder / f"saved/{step}.json")
+        checkpoint = f"checkpoints/step-{step:08d}"
+        write(folder / checkpoint / "trainer.json")
+        write(folder / f"saved/{step}.json", json.dumps({"checkpoint": checkpoint}))
     if Path("fail_training").exists():
         write(folder / "train.log", "step 7/9\\nstopped at step 7; the same command goes on\\n")
         sys.exit("error: told to fail")

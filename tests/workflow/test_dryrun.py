@@ -342,6 +342,9 @@ class TestStepOfARun:
             assert "run 'tiny' is at step 60 and has kept no checkpoint of step 50" in text
         (folder / "checkpoints/step-00000050").mkdir()
         assert finished_project.jobs(self.other)["train"] == 1, "which writes its marker again"
+        (folder / "saved/60.json").write_text("{}")
+        text = finished_project.fail(self.other)
+        assert "60.json: damaged, it lacks checkpoint" in text and "Traceback" not in text
 
     def test_missing_step_of_a_finished_run_names_those_there_are(self, finished_project):
         result = finished_project.run(self.other)

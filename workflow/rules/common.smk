@@ -306,7 +306,10 @@ def marker_of(model):
         )
     # where a checkpoint lacks its marker, training writes it again
     saved = folder / f"checkpoints/step-{int(step):08d}"
-    newest = newest_checkpoint(folder)
+    try:
+        newest = newest_checkpoint(folder)
+    except ValueError as error:
+        refuse(error)
     if 0 < int(step) <= newest and not saved.exists():
         refuse(
             f"run {run!r} is at step {newest} and has kept no checkpoint of step {step}, since "
