@@ -429,6 +429,19 @@ def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew(manifest, tmp_path, 
         in_this_process(tmp_path, manifest)
 
 
+def test_what_rounds_otherwise_than_before_is_said_in_one_line_each(manifest, tmp_path, one_world):
+    save_after(manifest, tmp_path, 1)
+    assert in_this_process(tmp_path, manifest).notes == []
+    torch.distributed.destroy_process_group()
+    run = in_this_process(tmp_path, manifest, recompute=2, deterministic=True, micro_batch=2)
+    changed = [
+        re.match(r"the checkpoint was made with (\w+) .*: the same batches", n) for n in run.notes
+    ]
+    assert [match[1] for match in changed][:3] == ["micro_batch", "recompute", "deterministic"]
+    state = read_json(checkpoint_folder(tmp_path, 1) / "trainer.json")
+    assert (state["recompute"], state["torch"]) == (0, torch.__version__)
+
+
 def test_a_checkpoint_of_other_tokens_is_refused(manifest, tmp_path, one_world):
     save_after(manifest, tmp_path, 1)
     run = in_this_process(tmp_path, manifest)

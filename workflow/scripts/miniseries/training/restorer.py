@@ -165,13 +165,25 @@ class Restorer:
             )
         self.guards.load_state_dict(state)
         found = Beginning(state["step"], state["wall_seconds"])
-        for key, now in (("world_size", self.world.size), ("micro_batch", micro_batch)):
-            if state[key] != now and "imported_from" not in state:
+        for key, now in self.roundings(micro_batch).items():
+            if state.get(key, now) != now and "imported_from" not in state:
                 found.notes.append(
                     f"the checkpoint was made with {key} {state[key]}, now it is {now}: the same "
                     "batches, and losses equal but for rounding"
                 )
         return found
+
+    def roundings(self, micro_batch: int) -> dict[str, Any]:
+        """What besides recipe and tokens decides how losses are rounded; stands in checkpoints."""
+        machine = LATER_MACHINE_KEYS | self.settings["machine"]
+        return {
+            "world_size": self.world.size,
+            "micro_batch": micro_batch,
+            "recompute": machine["recompute"],
+            "deterministic": machine["deterministic"],
+            "torch": torch.__version__,
+            **self.model.implementations,
+        }
 
     def _branch_off(self, marker: Path, micro_batch: int) -> Beginning:
         """Begin as the trunk was at the step of a marker, optimizer and all."""

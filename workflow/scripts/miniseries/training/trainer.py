@@ -312,8 +312,7 @@ class Trainer:
             "recipe": self.recipe,
             **self.guards.state_dict(),
             "wall_seconds": self.wall_seconds(),
-            "world_size": self.world.size,
-            "micro_batch": self.micro_batch,
+            **self.restorer.roundings(self.micro_batch),
         }
         self.saver.start(step, state)
         self.kept_step = step
