@@ -63,7 +63,8 @@ def test_every_leg_runs_on_two_processes_and_a_second_call_does_the_missing_ones
     assert [part["processes"] for part in legs["halved"]["compared"]] == [1]
     assert legs["halved"]["compared"][0]["num_steps"] >= 5
     assert 0 < legs["profile"]["exposed_share"] < 1
-    assert legs["bf16"]["largest_loss_difference"] >= legs["bf16"]["last_loss_difference"] > 0
+    assert legs["bf16"]["largest_loss_difference"] > 0  # that of a single step may be 0 by chance
+    assert 0 <= legs["bf16"]["last_loss_difference"] <= legs["bf16"]["largest_loss_difference"]
     verdicts = {verdict["aim"]: verdict["verdict"] for verdict in result["verdicts"]}
     assert {aim: verdicts[aim] for aim in MET} == dict.fromkeys(MET, "met")
     assert verdicts["tiny: speed against one GPU"] == "not run"
