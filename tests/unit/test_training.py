@@ -408,13 +408,12 @@ def test_while_all_checkpoints_are_damaged_none_is_put_aside(manifest, tmp_path,
     assert saved_steps(tmp_path) == [1, 2]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_gradients_do_not_depend_on_a_micro_batch_that_is_no_power_of_two(
-    manifest, tmp_path, one_world, precision
+    manifest, tmp_path, one_world
 ):
     norms = []
     for size in (15, 1):
-        changes = {"micro_batch": size, "total_batch_tokens": 15 * 32, "precision": precision}
+        changes = {"micro_batch": size, "total_batch_tokens": 15 * 32, "precision": "bf16"}
         run = in_this_process(tmp_path / str(size), manifest, **changes)
         norms.append(run.train_step(0).grad_norm)
         torch.distributed.destroy_process_group()

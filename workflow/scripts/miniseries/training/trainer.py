@@ -334,11 +334,10 @@ class Trainer:
     def _rotate(self) -> None:
         """Remove checkpoints that need not be kept."""
         keep, keep_every = self.machine["keep_checkpoints"], self.machine["keep_every_steps"]
-        pinned, since = kept_steps(self.machine), self.guards.divergence.since
-        if since is not None:  # the loss is high: the one before that may be gone back to
-            pinned |= {
-                max((s for s in checkpoint.saved_steps(self.folder) if s <= since), default=0)
-            }
+        since = self.guards.divergence.since  # not None: the loss is high since that step
+        saved = checkpoint.saved_steps(self.folder) if since is not None else []
+        sound = [step for step in saved if step <= since]  # the last may have to be gone back to
+        pinned = kept_steps(self.machine) | set(sound[-1:])
         checkpoint.rotate(self.folder, keep, keep_every, pinned)
 
     # ---- the loop -----------------------------------------------------------------------
